@@ -1,0 +1,1 @@
+"""The roles of KVSP: machines composed into what answers requests, without I/O."""
