@@ -1,8 +1,8 @@
 """The errors the core raises.
 
 Three kinds, told apart by who has to act: `LocalProtocolError` is a mistake of the calling program,
-`RemoteProtocolError` a mistake in what a peer sent, `LimitExceeded` a bound that was reached. No other exception
-leaves the core on account of its input.
+`RemoteProtocolError` a mistake in what a peer sent, `LimitExceeded` a bound that was reached. No other
+exception leaves the core on account of its input.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class LocalProtocolError(KVSPError):
 class RemoteProtocolError(KVSPError):
     """What a peer sent is not what the protocol allows. Nothing has changed.
 
-    `member` is the path of the faulty member in its document, such as ``residency[1].layers``, or an empty string
-    where the fault is not in a member.
+    `member` is the path of the faulty member in its document, such as ``residency[1].layers``, or an empty
+    string where the fault is not in a member.
     """
 
     def __init__(self, detail: str, *, member: str = "") -> None:

@@ -1,7 +1,8 @@
 """Problem types: what a refusal is called on the wire (protocol section "Error Handling", requirement PR-1).
 
-A `Problem` is what a machine or a role answers to a peer's mistake. The nine types of KVSP are used only for what
-the protocol's table says; every other refusal is an ``about:blank`` problem, whose title is that of its status.
+A `Problem` is what a machine or a role answers to a peer's mistake. The nine types of KVSP are used only for
+what the protocol's table says; every other refusal is an ``about:blank`` problem, whose title is that of its
+status.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The registries of the protocol (section "KVSP Registries", requirement RG-1).
 
-A `Registry` is a value: adding an entry gives a new registry, which the embedder hands to whatever reads with it,
-so two embedders in one process never disturb each other.
+A `Registry` is a value: adding an entry gives a new registry, which the embedder hands to whatever reads with
+it, so two embedders in one process never disturb each other.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The legality table that every machine carries.
 
 A machine's table says, for each kind of state and each kind of event, whether the event is legal there. The
-documentation's diagrams and the legality tests are made from it; the machine asks it before it does anything, so a
-cell that is not written down can never be acted upon.
+documentation's diagrams and the legality tests are made from it; the machine asks it before it does anything,
+so a cell that is not written down can never be acted upon.
 """
 
 from __future__ import annotations

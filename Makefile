@@ -1,0 +1,44 @@
+# Every target sets up what it needs: a virtual environment in .venv, made once and renewed when pyproject.toml changes.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed-$(shell cksum pyproject.toml | cut -d' ' -f1)
+# Two workers: the tests are made for two cores.
+JOBS ?= 2
+
+.PHONY: help demo test lint verify bench fuzz docs coverage format clean
+
+help:
+	@echo "make demo    what it can do, shown"
+	@echo "make test    all tests in their short form"
+	@echo "make lint    style, types, imports, documentation"
+	@echo "make verify  the longer proofs: properties, exploration, simulation, fuzzing, mutations"
+	@echo "make bench   speed and memory, side by side with others; build/bench.json"
+	@echo "make fuzz    coverage-guided fuzzing; TARGET=name SECONDS=n"
+	@echo "make docs    regenerates the generated parts of docs/"
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "KVSP needs Python 3.11 or later; say which with: make PYTHON=/path/to/python3.11"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[all,test]'
+	@rm -f $(VENV)/.installed-* && touch $@
+
+demo: $(STAMP)
+	@docs/tools/demo.sh $(BIN)/kvsp
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -v --no-header -q -n $(JOBS) tests
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy kvsp_core $(wildcard adapters/kvsp_*)
+	$(BIN)/lint-imports
+
+verify: $(STAMP)
+	KVSP_PROFILE=verify $(BIN)/python -m pytest -v -q --no-header -n $(JOBS) -m "model or verify" tests
+
+clean:
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
