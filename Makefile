@@ -29,7 +29,7 @@ demo: $(STAMP)
 	@docs/tools/demo.sh $(BIN)/kvsp
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -v --no-header -q -n $(JOBS) tests
+	$(BIN)/python -m pytest -v -n $(JOBS) tests
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -38,7 +38,10 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 
 verify: $(STAMP)
-	KVSP_PROFILE=verify $(BIN)/python -m pytest -v -q --no-header -n $(JOBS) -m "model or verify" tests
+	KVSP_PROFILE=verify $(BIN)/python -m pytest -v -n $(JOBS) -m "model or verify" tests
+
+bench: $(STAMP)
+	$(BIN)/python -m tests.bench $(SUBJECT)
 
 clean:
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

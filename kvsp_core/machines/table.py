@@ -84,7 +84,8 @@ class Table:
 
     def cell(self, kind: Kind, event: type) -> Cell:
         """Return what the table says of an event of this class in this kind of state."""
-        return self._cells.get(kind, {}).get(event, ILLEGAL)
+        row = self._cells.get(kind)
+        return ILLEGAL if row is None else row.get(event, ILLEGAL)
 
     def check(self, kind: Kind, event: object) -> ProblemType | None:
         """Return None where the event is legal, or the problem a peer gets for it.
