@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(shell cksum pyproject.toml | cut -d' ' -f1)
 # Two workers: the tests are made for two cores.
 JOBS ?= 2
+MUTATIONS = $(if $(filter long,$(KVSP_PROFILE)),--all,--sample 20)
 
 .PHONY: help demo test lint verify bench fuzz docs coverage format clean
 
@@ -38,7 +39,14 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 
 verify: $(STAMP)
-	KVSP_PROFILE=verify $(BIN)/python -m pytest -v -n $(JOBS) -m "model or verify" tests
+	KVSP_PROFILE=$(or $(filter long,$(KVSP_PROFILE)),verify) $(BIN)/python -m pytest -v -n $(JOBS) -m "model or verify" tests
+	$(BIN)/python fuzz/mutate.py $(MUTATIONS)
+
+coverage: $(STAMP)
+	$(BIN)/python docs/tools/coverage.py
+
+docs: $(STAMP)
+	$(BIN)/python docs/tools/coverage.py --write
 
 bench: $(STAMP)
 	$(BIN)/python -m tests.bench $(SUBJECT)
