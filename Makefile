@@ -46,6 +46,7 @@ coverage: $(STAMP)
 	$(BIN)/python docs/tools/coverage.py
 
 docs: $(STAMP)
+	$(BIN)/python docs/tools/machine_pages.py
 	$(BIN)/python docs/tools/coverage.py --write
 
 bench: $(STAMP)

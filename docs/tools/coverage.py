@@ -11,6 +11,8 @@ pytest does not see does not count.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -57,7 +59,8 @@ def collected_tests() -> dict[str, list[str]]:
     """Return the names of the tests marked with each requirement, parametrised ones once."""
     collector = _Collector()
     arguments = ["--collect-only", "-qqq", "--no-summary", "-p", "no:cacheprovider", str(ROOT / "tests")]
-    status = pytest.main(arguments, plugins=[collector])
+    with contextlib.redirect_stdout(io.StringIO()):
+        status = pytest.main(arguments, plugins=[collector])
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         raise SystemExit("the tests cannot be collected; run pytest --collect-only to see why")
     return {requirement: sorted(names) for requirement, names in collector.tests.items()}

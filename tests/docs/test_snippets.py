@@ -1,0 +1,131 @@
+"""What the README and the documentation show works as shown.
+
+The blocks of a page run in the order of the page, in one empty directory. ``python`` blocks share their
+names. Of a ``console`` block each line after ``$ `` is a command (a trailing backslash continues it); what
+stands under it is its output, compared where there is any, with ``...`` for what varies. A block under the
+comment ``<!-- not run: REASON -->`` is left alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(
+    r"^(?P<not_run><!-- not run: [^\n]+ -->\n\n?)?```(?P<language>python|console)\n(?P<text>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+class Block(NamedTuple):
+    language: str
+    line: int
+    text: str
+
+
+class Command(NamedTuple):
+    text: str
+    output: str
+
+
+def blocks_of(page: str) -> Iterator[Block]:
+    for match in BLOCK.finditer(page):
+        if match["not_run"] is None:
+            yield Block(match["language"], page.count("\n", 0, match.start("text")), match["text"])
+
+
+def commands_of(text: str) -> Iterator[Command]:
+    for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
+        lines = part.split("\n")
+        last = next(i for i, line in enumerate(lines) if not line.endswith("\\"))
+        yield Command("\n".join(lines[: last + 1]), "\n".join(lines[last + 1 :]).strip())
+
+
+def output_matches(shown: str, real: str) -> bool:
+    pattern = ".*?".join(re.escape(part) for part in shown.split("..."))
+    return re.fullmatch(pattern, real.strip(), re.DOTALL) is not None
+
+
+def run_python(block: Block, page: Path, names: dict[str, Any]) -> None:
+    source = "\n" * block.line + block.text
+    exec(compile(source, str(page), "exec"), names)
+
+
+def run_console(block: Block, page: Path, directory: Path, environment: dict[str, str]) -> None:
+    for command in commands_of(block.text):
+        done = subprocess.run(
+            ["bash", "-c", command.text],
+            cwd=directory,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        where = f"{page.name}:{block.line + 1}: $ {command.text}"
+        if command.output:
+            assert output_matches(command.output, done.stdout), f"{where}\nprinted\n{done.stdout}"
+        else:
+            assert done.returncode == 0, f"{where}\nfailed with {done.returncode}\n{done.stdout}"
+
+
+@pytest.fixture
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """An environment in which ``kvsp`` and ``python`` are those of this checkout."""
+    programs = tmp_path_factory.mktemp("bin")
+    for name, arguments in (("kvsp", "-m kvsp_services.cli "), ("python", "")):
+        script = programs / name
+        script.write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments}"$@"\n')
+        script.chmod(0o755)
+    return {
+        **os.environ,
+        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "adapters"))),
+        "COLUMNS": "100",
+    }
+
+
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if list(blocks_of(p.read_text()))], ids=lambda p: str(p.relative_to(ROOT))
+)
+def test_page_works_as_shown(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "snippet"}
+    for block in blocks_of(page.read_text(encoding="utf-8")):
+        if block.language == "python":
+            run_python(block, page, names)
+        else:
+            run_console(block, page, tmp_path, environment)
+
+
+def test_a_wrong_output_is_seen() -> None:
+    assert output_matches("a ... c", "a b c\n")
+    assert not output_matches("a ... c", "a b d")
+    assert not output_matches("a", "a\nb")
+
+
+def test_commands_and_outputs_are_told_apart() -> None:
+    text = "$ one\n1\n$ two \\\n    more\n$ three\n3\n33\n"
+    assert list(commands_of(text)) == [
+        Command("one", "1"),
+        Command("two \\\n    more", ""),
+        Command("three", "3\n33"),
+    ]
+
+
+def test_blocks_marked_as_not_run_are_left_alone() -> None:
+    page = "<!-- not run: needs a GPU -->\n```python\n1/0\n```\n\n```python\nx = 1\n```\n"
+    assert [block.text for block in blocks_of(page)] == ["x = 1\n"]
