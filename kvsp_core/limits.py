@@ -8,10 +8,33 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["MAX_LOOKUP_KEYS", "MAX_REPLICAS_PER_KEY"]
+__all__ = [
+    "MAX_BASE_URI_CHARS",
+    "MAX_CONTAINER_BYTES",
+    "MAX_CONTAINER_LAYERS",
+    "MAX_DESCRIPTOR_BYTES",
+    "MAX_DESCRIPTOR_DEPTH",
+    "MAX_LOOKUP_KEYS",
+    "MAX_REPLICAS_PER_KEY",
+]
 
 MAX_LOOKUP_KEYS: Final = 8192
 """Block keys in one lookup; more is 413, and clients split a longer prefix into several lookups (LK-4)."""
 
 MAX_REPLICAS_PER_KEY: Final = 8
 """Replica records returned for one key; further ones are left out of the answer."""
+
+MAX_DESCRIPTOR_BYTES: Final = 64 * 1024
+"""Octets of a Compatibility Descriptor; a larger one raises `LimitExceeded` unread."""
+
+MAX_DESCRIPTOR_DEPTH: Final = 32
+"""Levels of nesting in a Compatibility Descriptor; a deeper one is refused."""
+
+MAX_BASE_URI_CHARS: Final = 2048
+"""Characters of a base URI; a longer one is refused."""
+
+MAX_CONTAINER_BYTES: Final = 256 * 1024 * 1024
+"""Octets of a KV block container; one that claims more is 413 as soon as its header shows it."""
+
+MAX_CONTAINER_LAYERS: Final = 4096
+"""Layers of a KV block container; one that claims more is 413 as soon as its header shows it."""

@@ -1,0 +1,145 @@
+"""JSON read strictly, for documents that are hashed: nothing that two readers could understand differently.
+
+Used for Compatibility Descriptors (decision W4); other bodies are read by `kvsp_core.messages`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Final, NoReturn, TypeAlias
+
+from kvsp_core.errors import LimitExceeded, RemoteProtocolError
+from kvsp_core.limits import MAX_DESCRIPTOR_BYTES, MAX_DESCRIPTOR_DEPTH
+
+__all__ = ["Json", "frozen_json", "kind_of", "strict_json", "thawed_json"]
+
+Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
+"""A JSON value. Those that are kept are immutable: tuples and read-only mappings."""
+
+_MAX_INTEGER: Final = 2**53 - 1
+# A string, closed or not, is one token, so that the scan is linear whatever the text.
+_NESTING: Final = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[{\]}]', re.DOTALL)
+
+
+def strict_json(octets: bytes | bytearray | memoryview) -> object:
+    """Parse a JSON document, refusing whatever two readers could understand differently."""
+    if len(octets) > MAX_DESCRIPTOR_BYTES:
+        raise LimitExceeded(f"a descriptor has at most {MAX_DESCRIPTOR_BYTES} octets, found {len(octets)}")
+    try:
+        text = str(octets, "utf-8")
+    except UnicodeDecodeError as error:
+        raise RemoteProtocolError(f"a descriptor is UTF-8; octet {error.start} is not") from None
+    depth = 0
+    for token in _NESTING.finditer(text):
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(token[0], 0)
+        if depth > MAX_DESCRIPTOR_DEPTH:
+            raise RemoteProtocolError(f"a descriptor nests at most {MAX_DESCRIPTOR_DEPTH} levels deep")
+    try:
+        value: object = json.loads(
+            text,
+            object_pairs_hook=_unique_members,
+            parse_int=_safe_integer,
+            parse_float=_finite_number,
+            parse_constant=_refuse_constant,
+        )
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise RemoteProtocolError(f"not JSON at {where}: {error.msg}") from None
+    return value
+
+
+def _unique_members(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    members: dict[str, object] = {}
+    for name, value in pairs:
+        if name in members:
+            raise RemoteProtocolError("is given twice; a descriptor states each member once", member=name)
+        members[name] = value
+    return members
+
+
+def _safe_integer(digits: str) -> int:
+    if len(digits) > 17 or abs(int(digits)) > _MAX_INTEGER:
+        raise RemoteProtocolError(f"an integer is beyond {_MAX_INTEGER}, where JSON loses precision")
+    return int(digits)
+
+
+def _finite_number(digits: str) -> float:
+    number = float(digits)
+    if math.isinf(number):
+        raise RemoteProtocolError("a number is too large for a double")
+    return number
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise RemoteProtocolError(f"{name} is not JSON")
+
+
+def frozen_json(value: object, member: str, depth: int = 1) -> Json:
+    """Return an immutable copy of a JSON value.
+
+    Raises `RemoteProtocolError`, naming the place, where the value has no canonical form.
+    """
+    if depth > MAX_DESCRIPTOR_DEPTH:
+        raise RemoteProtocolError(f"a descriptor nests at most {MAX_DESCRIPTOR_DEPTH} levels deep")
+    match value:
+        case None | bool():
+            return value
+        case int() if abs(value) <= _MAX_INTEGER:
+            return value
+        case int():
+            raise RemoteProtocolError(f"an integer is beyond {_MAX_INTEGER}", member=member)
+        case float() if math.isfinite(value):
+            return value
+        case str() if _is_unicode(value):
+            return value
+        case list() | tuple():
+            return tuple(frozen_json(item, f"{member}[{i}]", depth + 1) for i, item in enumerate(value))
+        case Mapping() if all(isinstance(name, str) and _is_unicode(name) for name in value):
+            return MappingProxyType(
+                {name: frozen_json(item, f"{member}.{name}", depth + 1) for name, item in value.items()}
+            )
+        case float() | str() | Mapping():
+            raise RemoteProtocolError("holds a number or a text that JSON cannot carry", member=member)
+        case _:
+            raise RemoteProtocolError(f"holds {kind_of(value)}", member=member)
+
+
+def thawed_json(value: object) -> object:
+    """Return a JSON value as the lists and dictionaries that the canonical writer takes."""
+    match value:
+        case list() | tuple():
+            return [thawed_json(item) for item in value]
+        case Mapping():
+            return {name: thawed_json(item) for name, item in value.items()}
+        case _:
+            return value
+
+
+def _is_unicode(text: str) -> bool:
+    """Return whether a text has no half of a surrogate pair, which UTF-8 cannot carry."""
+    return not re.search("[\ud800-\udfff]", text)
+
+
+def kind_of(value: object) -> str:
+    """Name the kind of a JSON value, never the value."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "true or false"
+        case int():
+            return "an integer out of range" if abs(value) > 2**32 - 1 or value < 1 else "an integer"
+        case float():
+            return "a number with a fraction or exponent"
+        case str():
+            return "a string" if value else "an empty string"
+        case list() | tuple():
+            return "an array"
+        case Mapping():
+            return "an object"
+        case _:
+            return f"a Python {type(value).__name__}, which is not JSON"
