@@ -1,0 +1,51 @@
+"""Sampling that can be restored: the token drawn is a function of logits, method, parameters, seed and step
+alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from kvsp_core.records import Sampler
+
+from kvsp_core.errors import LocalProtocolError
+
+__all__ = ["METHODS", "check_sampler", "draw"]
+
+METHODS: Final = ("greedy", "top-p")
+"""The sampling methods of this engine: the names that go into a checkpoint."""
+
+
+def check_sampler(sampler: Sampler) -> None:
+    """Raise `LocalProtocolError` where this engine cannot draw with a sampler."""
+    if sampler.method not in METHODS:
+        raise LocalProtocolError(f"sampler method is not one of {', '.join(METHODS)}")
+    if sampler.method == "top-p":
+        _top_p_parameters(sampler.params)
+
+
+def draw(logits: npt.NDArray[np.float32], sampler: Sampler, step: int) -> int:
+    """Return the token drawn from logits [vocabulary] at a step, counted from the first output token."""
+    if sampler.method == "greedy":
+        return int(logits.argmax())
+    p, temperature = _top_p_parameters(sampler.params)
+    scaled = logits.astype(np.float64) / temperature
+    order = np.argsort(-scaled, kind="stable")
+    weights = np.exp(scaled[order] - scaled[order[0]])
+    sums = np.cumsum(weights)
+    kept = int(np.searchsorted(sums, p * sums[-1])) + 1
+    uniform = np.random.Generator(np.random.Philox(key=[sampler.seed % 2**64, step])).random()
+    return int(
+        order[min(int(np.searchsorted(sums[:kept], uniform * sums[kept - 1], side="right")), kept - 1)]
+    )
+
+
+def _top_p_parameters(params: Mapping[str, Any]) -> tuple[float, float]:
+    p, temperature = params.get("p", 1.0), params.get("temperature", 1.0)
+    for name, value, high in (("p", p, 1.0), ("temperature", temperature, 100.0)):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= high:
+            raise LocalProtocolError(f"sampler.params.{name} must be a number above 0 and at most {high:g}")
+    return float(p), float(temperature)

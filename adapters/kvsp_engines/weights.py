@@ -1,0 +1,140 @@
+"""Model directories in the Hugging Face layout, read without copying: config.json and safetensors files.
+
+Weight files are memory-mapped, so that several instance processes on one machine share one copy in the page
+cache.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from kvsp_core.errors import KVSPError
+
+__all__ = ["MAPPED_FILE", "LlamaConfig", "ModelError", "load_config", "map_weights"]
+
+MAPPED_FILE: Final = "kvsp-fp32.safetensors"
+"""A derived file beside the model's own: the same weights in fp32, ready to be mapped."""
+
+_DTYPES: Final[Mapping[str, Any]] = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+
+
+class ModelError(KVSPError):
+    """A model directory cannot be used: what is wrong with it, and what to do, in one line."""
+
+
+@attrs.frozen(kw_only=True)
+class LlamaConfig:
+    """The shape of a Llama-architecture model, from its config.json."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    vocabulary: int
+    context: int
+    rms_epsilon: float
+    rope_theta: float
+    stop_tokens: frozenset[int] = frozenset()
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one KV head."""
+        return self.heads // self.kv_heads
+
+    @classmethod
+    def from_members(cls, members: Mapping[str, Any]) -> LlamaConfig:
+        """Read the parsed config.json; a model this engine would compute wrongly is a `ModelError`."""
+        if members.get("model_type") != "llama":
+            raise ModelError(f"model_type is {members.get('model_type')!r}; this engine runs 'llama' models")
+        for member in ("attention_bias", "mlp_bias"):
+            if members.get(member):
+                raise ModelError(f"{member} is set; this engine has no biases")
+        rope = members.get("rope_parameters") or {}
+        scaling = members.get("rope_scaling") or (
+            rope if rope.get("rope_type", "default") != "default" else None
+        )
+        if scaling:
+            raise ModelError("the model scales its rotary positions; this engine does not")
+        try:
+            heads = int(members["num_attention_heads"])
+            eos = members.get("eos_token_id")
+            return cls(
+                layers=int(members["num_hidden_layers"]),
+                heads=heads,
+                kv_heads=int(members.get("num_key_value_heads", heads)),
+                head_dim=int(members.get("head_dim") or members["hidden_size"] // heads),
+                hidden=int(members["hidden_size"]),
+                vocabulary=int(members["vocab_size"]),
+                context=int(members["max_position_embeddings"]),
+                rms_epsilon=float(members["rms_norm_eps"]),
+                rope_theta=float(members.get("rope_theta") or rope.get("rope_theta", 10000.0)),
+                stop_tokens=frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos]),
+            )
+        except KeyError as error:
+            raise ModelError(f"config.json has no member {error}") from None
+
+
+def load_config(directory: Path) -> LlamaConfig:
+    """Read config.json of a model directory."""
+    try:
+        members = json.loads((directory / "config.json").read_bytes())
+    except FileNotFoundError:
+        raise ModelError(
+            f"{directory} has no config.json; make one with: kvsp model prepare {directory}"
+        ) from None
+    except ValueError as error:
+        raise ModelError(f"{directory}/config.json is not JSON: {error}") from None
+    return LlamaConfig.from_members(members)
+
+
+def map_weights(directory: Path) -> dict[str, npt.NDArray[np.float32]]:
+    """Map every tensor of a model directory as fp32, by name.
+
+    The derived fp32 file is used where it is there; otherwise the model's own files, converted in memory.
+    """
+    derived = directory / MAPPED_FILE
+    files = [derived] if derived.exists() else sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ModelError(
+            f"{directory} has no *.safetensors file; make one with: kvsp model prepare {directory}"
+        )
+    weights: dict[str, npt.NDArray[np.float32]] = {}
+    for file in files:
+        for name, tensor in _map_file(file).items():
+            weights[name] = tensor if tensor.dtype == np.float32 else tensor.astype(np.float32)
+    return weights
+
+
+def _map_file(file: Path) -> dict[str, npt.NDArray[Any]]:
+    """Map one safetensors file: 8 octets of header length, a JSON header, then the tensors."""
+    with file.open("rb") as handle:
+        mapped = mmap.mmap(handle.fileno(), 0, prot=mmap.PROT_READ)
+    start = 8 + int.from_bytes(mapped[:8], "little")
+    try:
+        header = json.loads(mapped[8:start])
+        header.pop("__metadata__", None)
+        return {
+            name: np.frombuffer(
+                mapped,
+                _DTYPES[entry["dtype"]],
+                count=int(np.prod(entry["shape"], dtype=np.int64)),
+                offset=start + entry["data_offsets"][0],
+            ).reshape(entry["shape"])
+            for name, entry in header.items()
+        }
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{file} is not a safetensors file this engine reads: {error}") from None
