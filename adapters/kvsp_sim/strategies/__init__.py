@@ -1,0 +1,3 @@
+"""Hypothesis strategies for the events and records of each machine, for your own property tests."""
+
+__all__: list[str] = []

@@ -1,0 +1,694 @@
+"""Leases: what a holder has promised to keep, for whom, and until when.
+
+A lease is a holder's promise not to evict the blocks it names until it expires or is released (protocol
+section "Leases", requirements LE-1 to LE-4, PB-4). `LeaseTable` guards all blocks of one holder: who may
+lease them, when they may be evicted, and when their memory may be used again.
+
+Two kinds of thing have a state here, each with its table. A **lease**, as its client sees it: another
+client's lease is as unknown as one that never was. A **block**: free, protected by a lease or by the grace
+time after a restart, being withdrawn because of a fault, or leaving because someone still reads it.
+
+Blocks, clients and reads are named by opaque strings of the role's choosing. Names of blocks and leases are
+confidential and appear in no repr and no error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from enum import Enum
+from heapq import heapify, heappop, heappush
+from itertools import islice, takewhile
+from typing import Final, TypeAlias, assert_never
+
+import attrs
+
+from kvsp_core.errors import LocalProtocolError
+from kvsp_core.limits import (
+    FAULT_WITHDRAWAL_MS,
+    LEASE_QUOTA_BYTES,
+    MAX_LEASE_TTL_MS,
+    MAX_LEASES_PER_CLIENT,
+)
+from kvsp_core.machines.table import Cell, Table, refuse, to
+from kvsp_core.problems import LEASE_QUOTA, NOT_FOUND, Problem
+
+__all__ = [
+    "BLOCKS",
+    "LEASES",
+    "AddBlock",
+    "BlockKind",
+    "CreateLease",
+    "CutRead",
+    "Effect",
+    "EndRead",
+    "EndWithdrawal",
+    "Event",
+    "EvictBlock",
+    "FailBlock",
+    "FreeBlock",
+    "FrozenLeases",
+    "LeaseBroken",
+    "LeaseGranted",
+    "LeaseKind",
+    "LeaseTable",
+    "Refused",
+    "ReleaseLease",
+    "RenewLease",
+    "StartRead",
+    "TimerFired",
+    "Unprotected",
+    "WithdrawBlock",
+]
+
+
+class LeaseKind(Enum):
+    """What a lease is to the client that names it."""
+
+    UNKNOWN = "unknown"
+    """Never granted, ended, or another client's."""
+    VALID = "valid"
+    BROKEN = "broken"
+    """A fault took one of its blocks. Its other blocks stay protected until it expires."""
+
+
+class BlockKind(Enum):
+    """What a block is to the holder."""
+
+    ABSENT = "absent"
+    FREE = "free"
+    """Held, and may be evicted."""
+    PROTECTED = "protected"
+    """Under a lease, or restored within the grace time after a restart."""
+    WITHDRAWING = "withdrawing"
+    """Lost to a fault while protected: its record is being withdrawn before the leases on it break."""
+    LEAVING = "leaving"
+    """Evicted, but its memory may not be used again before the last reader is gone."""
+
+
+# Events
+
+
+@attrs.frozen(kw_only=True)
+class AddBlock:
+    """The holder now has a block. `restored` says that it was there before a restart, perhaps leased."""
+
+    block: str = attrs.field(repr=False)
+    size_bytes: int = attrs.field(validator=attrs.validators.ge(0))
+    restored: bool = False
+
+
+@attrs.frozen(kw_only=True)
+class CreateLease:
+    """A client asks for a lease on all of these blocks, or none."""
+
+    client: str
+    blocks: tuple[str, ...] = attrs.field(repr=False, validator=attrs.validators.min_len(1))
+    ttl_ms: int = attrs.field(validator=attrs.validators.ge(1))
+
+
+@attrs.frozen(kw_only=True)
+class RenewLease:
+    """A client asks for more time. It never gets less than it has."""
+
+    client: str
+    lease: str = attrs.field(repr=False)
+    ttl_ms: int = attrs.field(validator=attrs.validators.ge(1))
+
+
+@attrs.frozen(kw_only=True)
+class ReleaseLease:
+    """A client gives a lease back, or the holder does where no octet of its answer could be sent."""
+
+    client: str
+    lease: str = attrs.field(repr=False)
+
+
+@attrs.frozen(kw_only=True)
+class StartRead:
+    """A block is about to be read; until `EndRead` its memory is not used for anything else."""
+
+    read: str
+    block: str = attrs.field(repr=False)
+
+
+@attrs.frozen(kw_only=True)
+class EndRead:
+    """A read is over: done, failed, or cut."""
+
+    read: str
+
+
+@attrs.frozen(kw_only=True)
+class EvictBlock:
+    """The holder takes a free block out, for want of room or because it has been kept long enough."""
+
+    block: str = attrs.field(repr=False)
+
+
+@attrs.frozen(kw_only=True)
+class FailBlock:
+    """A fault took a block: it goes, leased or not."""
+
+    block: str = attrs.field(repr=False)
+
+
+@attrs.frozen(kw_only=True)
+class EndWithdrawal:
+    """The withdrawal of a block's record was acknowledged, or cannot be."""
+
+    block: str = attrs.field(repr=False)
+
+
+@attrs.frozen(kw_only=True)
+class TimerFired:
+    """The deadline has come, or not yet: then nothing happens."""
+
+
+Event: TypeAlias = (
+    AddBlock
+    | CreateLease
+    | RenewLease
+    | ReleaseLease
+    | StartRead
+    | EndRead
+    | EvictBlock
+    | FailBlock
+    | EndWithdrawal
+    | TimerFired
+)
+
+
+# Effects
+
+
+@attrs.frozen(kw_only=True)
+class LeaseGranted:
+    """Answer a creation or a renewal: the lease holds for `ttl_ms` from now."""
+
+    lease: str = attrs.field(repr=False)
+    ttl_ms: int
+
+
+@attrs.frozen(kw_only=True)
+class Refused:
+    """Answer the lease or the read that was asked for with this problem; nothing has changed."""
+
+    problem: Problem
+
+
+@attrs.frozen(kw_only=True)
+class LeaseBroken:
+    """A fault broke a lease. Its client hears of it when it next uses the lease."""
+
+    client: str
+    lease: str = attrs.field(repr=False)
+
+
+@attrs.frozen(kw_only=True)
+class Unprotected:
+    """These blocks may be evicted from now on."""
+
+    blocks: tuple[str, ...] = attrs.field(repr=False)
+
+
+@attrs.frozen(kw_only=True)
+class WithdrawBlock:
+    """Withdraw the record of this block from the index; `EndWithdrawal` says that it is done."""
+
+    block: str = attrs.field(repr=False)
+
+
+@attrs.frozen(kw_only=True)
+class CutRead:
+    """End this read with a clear failure, then say `EndRead`: its block is leaving."""
+
+    read: str
+
+
+@attrs.frozen(kw_only=True)
+class FreeBlock:
+    """The memory of this block may be used again."""
+
+    block: str = attrs.field(repr=False)
+
+
+Effect: TypeAlias = LeaseGranted | Refused | LeaseBroken | Unprotected | WithdrawBlock | CutRead | FreeBlock
+
+
+# What is legal
+
+_L, _B = LeaseKind, BlockKind
+
+
+def _stays(kind: LeaseKind | BlockKind, *events: type) -> dict[type, Cell]:
+    return {event: to(kind) for event in events}
+
+
+def _not_found(*events: type) -> dict[type, Cell]:
+    return {event: refuse(NOT_FOUND) for event in events}
+
+
+LEASES: Final = Table(
+    "lease",
+    states=tuple(LeaseKind),
+    events=(CreateLease, RenewLease, ReleaseLease, FailBlock, EndWithdrawal, TimerFired),
+    cells={
+        _L.UNKNOWN: {
+            CreateLease: to(_L.UNKNOWN, _L.VALID),
+            **_not_found(RenewLease, ReleaseLease),
+            **_stays(_L.UNKNOWN, FailBlock, EndWithdrawal, TimerFired),
+        },
+        _L.VALID: {
+            ReleaseLease: to(_L.UNKNOWN),
+            FailBlock: to(_L.VALID, _L.BROKEN),
+            TimerFired: to(_L.VALID, _L.UNKNOWN),
+            **_stays(_L.VALID, CreateLease, RenewLease, EndWithdrawal),
+        },
+        _L.BROKEN: {
+            **_not_found(RenewLease, ReleaseLease),
+            EndWithdrawal: to(_L.BROKEN, _L.UNKNOWN),
+            TimerFired: to(_L.BROKEN, _L.UNKNOWN),
+            **_stays(_L.BROKEN, CreateLease, FailBlock),
+        },
+    },
+)
+
+BLOCKS: Final = Table(
+    "block of a holder",
+    states=tuple(BlockKind),
+    events=(
+        *(AddBlock, CreateLease, ReleaseLease, StartRead, EndRead),
+        *(EvictBlock, FailBlock, EndWithdrawal, TimerFired),
+    ),
+    cells={
+        _B.ABSENT: {
+            AddBlock: to(_B.FREE, _B.PROTECTED),
+            **_not_found(CreateLease, StartRead),
+            **_stays(_B.ABSENT, ReleaseLease, FailBlock, EndWithdrawal, TimerFired),
+        },
+        _B.FREE: {
+            CreateLease: to(_B.PROTECTED, _B.FREE),
+            EvictBlock: to(_B.ABSENT, _B.LEAVING),
+            FailBlock: to(_B.ABSENT, _B.LEAVING),
+            **_stays(_B.FREE, ReleaseLease, StartRead, EndRead, EndWithdrawal, TimerFired),
+        },
+        _B.PROTECTED: {
+            ReleaseLease: to(_B.PROTECTED, _B.FREE),
+            FailBlock: to(_B.WITHDRAWING),
+            TimerFired: to(_B.PROTECTED, _B.FREE),
+            **_stays(_B.PROTECTED, CreateLease, StartRead, EndRead, EndWithdrawal),
+        },
+        _B.WITHDRAWING: {
+            **_not_found(CreateLease, StartRead),
+            EndWithdrawal: to(_B.ABSENT, _B.LEAVING),
+            TimerFired: to(_B.WITHDRAWING, _B.ABSENT, _B.LEAVING),
+            **_stays(_B.WITHDRAWING, ReleaseLease, EndRead, FailBlock),
+        },
+        _B.LEAVING: {
+            **_not_found(CreateLease, StartRead),
+            EndRead: to(_B.LEAVING, _B.ABSENT),
+            **_stays(_B.LEAVING, ReleaseLease, FailBlock, EndWithdrawal, TimerFired),
+        },
+    },
+)
+
+_LEASE_ID_OCTETS: Final = 16
+_NOT_HELD: Final = Problem(NOT_FOUND, "a block of the lease is not held here; look up its replicas again")
+_NO_LEASE: Final = Problem(NOT_FOUND, "no such lease; create a new one")
+_NO_BLOCK: Final = Problem(NOT_FOUND, "the block is not held here; continue with another replica")
+
+
+# What happens
+
+
+@attrs.frozen(kw_only=True)
+class FrozenLeases:
+    """All that a `LeaseTable` holds, as a hashable value; times are what remains."""
+
+    blocks: tuple[tuple[str, int, bool], ...] = attrs.field(repr=False)
+    leases: tuple[tuple[str, str, tuple[str, ...], int, bool], ...] = attrs.field(repr=False)
+    reads: tuple[tuple[str, str], ...] = attrs.field(repr=False)
+    withdrawing: tuple[tuple[str, int], ...] = attrs.field(repr=False)
+    leaving: tuple[str, ...] = attrs.field(repr=False)
+    grace_ms: int
+
+
+class _Lease:
+    __slots__ = ("blocks", "broken", "client", "expires_ms", "lease")
+
+    def __init__(self, lease: str, client: str, blocks: Iterable[str], expires_ms: int) -> None:
+        self.lease = lease
+        self.client = client
+        self.blocks = dict.fromkeys(blocks)  # a set that keeps its order
+        self.expires_ms = expires_ms
+        self.broken = False
+
+
+class _Client:
+    """What one client has leased: how often each block, and their octets, each block counted once."""
+
+    __slots__ = ("blocks", "leased_bytes", "leases")
+
+    def __init__(self) -> None:
+        self.blocks: dict[str, int] = {}
+        self.leased_bytes = 0
+        self.leases = 0
+
+
+class LeaseTable:
+    """The leases of one holder and the blocks they protect.
+
+    `random_bytes` gives unguessable octets; a lease's identifier is 128 bits of it, so none is used twice,
+    across restarts too. `now_ms` is the time of the start, from which restored blocks have a grace of
+    `max_ttl_ms`.
+    `quota_bytes` and `max_leases` hold for each client.
+
+    A lease is valid while ``now_ms <= expiry``, one millisecond being added to what was granted, since both
+    sides truncate. All costs are O(log n), or proportional to the blocks an event names.
+    """
+
+    def __init__(
+        self,
+        *,
+        random_bytes: Callable[[int], bytes],
+        now_ms: int,
+        max_ttl_ms: int = MAX_LEASE_TTL_MS,
+        quota_bytes: int = LEASE_QUOTA_BYTES,
+        max_leases: int = MAX_LEASES_PER_CLIENT,
+        withdrawal_ms: int = FAULT_WITHDRAWAL_MS,
+    ) -> None:
+        self._random_bytes = random_bytes
+        self._max_ttl_ms = max_ttl_ms
+        self._quota_bytes = quota_bytes
+        self._max_leases = max_leases
+        self._withdrawal_ms = withdrawal_ms
+        self._grace_until_ms = now_ms + max_ttl_ms + 1
+        # Millions of blocks: strings and numbers only, which the garbage collector does not visit.
+        self._sizes: dict[str, int] = {}
+        self._restored: set[str] = set()
+        # What is out of the ordinary about a few of them.
+        self._leases_on: dict[str, dict[str, None]] = {}
+        self._readers_of: dict[str, dict[str, None]] = {}
+        self._withdrawing: dict[str, int] = {}  # until when, earliest first, since each has the same time
+        self._leaving: set[str] = set()
+        self._reads: dict[str, str] = {}
+        self._leases: dict[str, _Lease] = {}
+        self._clients: dict[str, _Client] = {}
+        # One entry for each lease, or an old one: a renewal moves the lease, and its entry when it comes up.
+        self._expiries: list[tuple[int, str]] = []
+        # What has become free and has not been said yet.
+        self._unprotected: dict[str, None] = {}
+
+    # Questions
+
+    def kind_of_block(self, block: str, now_ms: int) -> BlockKind:
+        """Return what a block is at this moment, whether the timer has fired or not."""
+        if block in self._leaving:
+            return BlockKind.LEAVING
+        if block not in self._sizes:
+            return BlockKind.ABSENT
+        if block in self._withdrawing:
+            return BlockKind.WITHDRAWING
+        if now_ms <= self._grace_until_ms and block in self._restored:
+            return BlockKind.PROTECTED
+        leases = self._leases_on.get(block, ())
+        if any(now_ms <= self._leases[lease].expires_ms for lease in leases):
+            return BlockKind.PROTECTED
+        return BlockKind.FREE
+
+    def kind_of_lease(self, client: str, lease: str, now_ms: int) -> LeaseKind:
+        """Return what a lease is to this client at this moment."""
+        held = self._leases.get(lease)
+        if held is None or held.client != client or now_ms > held.expires_ms:
+            return LeaseKind.UNKNOWN
+        return LeaseKind.BROKEN if held.broken else LeaseKind.VALID
+
+    def may_evict(self, block: str, now_ms: int) -> bool:
+        """Return whether a held block may be evicted now. A reader does not prevent it: it is cut first."""
+        return self.kind_of_block(block, now_ms) is BlockKind.FREE
+
+    def is_read(self, block: str) -> bool:
+        """Return whether someone is reading the block; eviction does well to spare it."""
+        return block in self._readers_of
+
+    def leased_bytes(self, client: str, now_ms: int) -> int:
+        """Return the octets a client has under lease, each block counted once."""
+        self._expire(now_ms)
+        account = self._clients.get(client)
+        return account.leased_bytes if account else 0
+
+    def lease_count(self, now_ms: int) -> int:
+        """Return the number of leases in force."""
+        self._expire(now_ms)
+        return len(self._leases)
+
+    def next_deadline_ms(self) -> int | None:
+        """Return when to send `TimerFired` next, or None. It may be early: nothing happens then."""
+        if self._unprotected:
+            return 0
+        deadlines = [until_ms + 1 for until_ms in islice(self._withdrawing.values(), 1)]
+        deadlines += [expires_ms + 1 for expires_ms, _ in self._expiries[:1]]
+        return min(deadlines, default=None)
+
+    # Events
+
+    def handle(self, event: Event, now_ms: int) -> tuple[Effect, ...]:
+        """Let an event happen at `now_ms` and return what is to be done about it, in order.
+
+        Raises `LocalProtocolError`, with nothing changed, where the holder does what its own promises forbid.
+        """
+        self._expire(now_ms)
+        match event:
+            case AddBlock():
+                effects = self._add(event, now_ms)
+            case CreateLease():
+                effects = self._create(event, now_ms)
+            case RenewLease():
+                effects = self._renew(event, now_ms)
+            case ReleaseLease():
+                effects = self._release(event, now_ms)
+            case StartRead():
+                effects = self._start_read(event, now_ms)
+            case EndRead():
+                effects = self._end_read(event, now_ms)
+            case EvictBlock():
+                BLOCKS.check(self.kind_of_block(event.block, now_ms), event)
+                effects = (WithdrawBlock(block=event.block), *self._take_out(event.block))
+            case FailBlock():
+                effects = self._fail(event.block, now_ms)
+            case EndWithdrawal():
+                effects = self._take_out(event.block) if event.block in self._withdrawing else ()
+            case TimerFired():
+                effects = self._stop_withdrawing(now_ms)
+            case _:
+                assert_never(event)
+        return (*self._unprotect(now_ms), *effects)
+
+    def _add(self, event: AddBlock, now_ms: int) -> tuple[Effect, ...]:
+        BLOCKS.check(self.kind_of_block(event.block, now_ms), event)
+        self._sizes[event.block] = event.size_bytes
+        if event.restored and now_ms <= self._grace_until_ms:
+            self._restored.add(event.block)
+        return ()
+
+    def _create(self, event: CreateLease, now_ms: int) -> tuple[Effect, ...]:
+        for block in event.blocks:
+            if BLOCKS.check(self.kind_of_block(block, now_ms), event):
+                return (Refused(problem=_NOT_HELD),)
+        account = self._clients.get(event.client) or _Client()
+        if problem := self._over_quota(event, account):
+            return (Refused(problem=problem),)
+        name = self._random_bytes(_LEASE_ID_OCTETS).hex()
+        if name in self._leases:
+            raise LocalProtocolError("random_bytes gave the same octets twice; leases could be guessed")
+        lease = _Lease(name, event.client, event.blocks, now_ms + event.ttl_ms + 1)
+        self._enter(lease)
+        return (LeaseGranted(lease=name, ttl_ms=event.ttl_ms),)
+
+    def _over_quota(self, event: CreateLease, account: _Client) -> Problem | None:
+        if event.ttl_ms > self._max_ttl_ms:
+            return Problem(LEASE_QUOTA, f"ttl_ms: at most {self._max_ttl_ms} ms are granted; ask for less")
+        if account.leases >= self._max_leases:
+            return Problem(LEASE_QUOTA, f"a client has at most {self._max_leases} leases; release some")
+        more = sum(self._sizes[block] for block in set(event.blocks) if block not in account.blocks)
+        if account.leased_bytes + more > self._quota_bytes:
+            return Problem(
+                LEASE_QUOTA,
+                f"block_keys: {account.leased_bytes + more} octets would be leased, the quota of a client is"
+                f" {self._quota_bytes}; release a lease or ask for fewer blocks",
+            )
+        return None
+
+    def _renew(self, event: RenewLease, now_ms: int) -> tuple[Effect, ...]:
+        if LEASES.check(self.kind_of_lease(event.client, event.lease, now_ms), event):
+            return (Refused(problem=_NO_LEASE),)
+        if event.ttl_ms > self._max_ttl_ms:
+            detail = f"ttl_ms: at most {self._max_ttl_ms} ms are granted; ask for less"
+            return (Refused(problem=Problem(LEASE_QUOTA, detail)),)
+        lease = self._leases[event.lease]
+        lease.expires_ms = max(lease.expires_ms, now_ms + event.ttl_ms + 1)
+        return (LeaseGranted(lease=event.lease, ttl_ms=lease.expires_ms - 1 - now_ms),)
+
+    def _release(self, event: ReleaseLease, now_ms: int) -> tuple[Effect, ...]:
+        if LEASES.check(self.kind_of_lease(event.client, event.lease, now_ms), event):
+            return (Refused(problem=_NO_LEASE),)
+        self._end(self._leases[event.lease])
+        return ()
+
+    def _start_read(self, event: StartRead, now_ms: int) -> tuple[Effect, ...]:
+        if BLOCKS.check(self.kind_of_block(event.block, now_ms), event):
+            return (Refused(problem=_NO_BLOCK),)
+        if event.read in self._reads:
+            raise LocalProtocolError("a read of this name has started already; name each read anew")
+        self._reads[event.read] = event.block
+        self._readers_of.setdefault(event.block, {})[event.read] = None
+        return ()
+
+    def _end_read(self, event: EndRead, now_ms: int) -> tuple[Effect, ...]:
+        block = self._reads.get(event.read)
+        if block is None:
+            raise LocalProtocolError("no read of this name is under way; end each read once")
+        BLOCKS.check(self.kind_of_block(block, now_ms), event)
+        del self._reads[event.read]
+        readers = self._readers_of[block]
+        del readers[event.read]
+        if readers:
+            return ()
+        del self._readers_of[block]
+        if block not in self._leaving:
+            return ()
+        self._leaving.remove(block)
+        return (FreeBlock(block=block),)
+
+    def _fail(self, block: str, now_ms: int) -> tuple[Effect, ...]:
+        kind = self.kind_of_block(block, now_ms)
+        BLOCKS.check(kind, FailBlock(block=block))
+        if kind is BlockKind.FREE:
+            return (WithdrawBlock(block=block), *self._take_out(block))
+        if kind is not BlockKind.PROTECTED:
+            return ()
+        self._withdrawing[block] = now_ms + self._withdrawal_ms
+        effects: list[Effect] = [WithdrawBlock(block=block)]
+        for name in self._leases_on.get(block, ()):
+            lease = self._leases[name]
+            if not lease.broken:
+                lease.broken = True
+                effects.append(LeaseBroken(client=lease.client, lease=name))
+        return tuple(effects)
+
+    def _stop_withdrawing(self, now_ms: int) -> tuple[Effect, ...]:
+        late = list(takewhile(lambda block: self._withdrawing[block] < now_ms, self._withdrawing))
+        return tuple(effect for block in late for effect in self._take_out(block))
+
+    # Parts
+
+    def _take_out(self, block: str) -> tuple[Effect, ...]:
+        """Stop holding a block; its memory is free once the last reader is gone."""
+        for name in self._leases_on.pop(block, ()):
+            self._forget(self._leases[name], block)
+        del self._sizes[block]
+        self._restored.discard(block)
+        self._withdrawing.pop(block, None)
+        readers = self._readers_of.get(block)
+        if not readers:
+            return (FreeBlock(block=block),)
+        self._leaving.add(block)
+        return tuple(CutRead(read=read) for read in readers)
+
+    def _enter(self, lease: _Lease) -> None:
+        self._leases[lease.lease] = lease
+        heappush(self._expiries, (lease.expires_ms, lease.lease))
+        account = self._clients.setdefault(lease.client, _Client())
+        account.leases += 1
+        for block in lease.blocks:
+            self._leases_on.setdefault(block, {})[lease.lease] = None
+            times = account.blocks.get(block, 0)
+            account.blocks[block] = times + 1
+            if not times:
+                account.leased_bytes += self._sizes[block]
+
+    def _forget(self, lease: _Lease, block: str) -> None:
+        """Take one block out of a lease and out of its client's account; a lease of nothing ends."""
+        del lease.blocks[block]
+        account = self._clients[lease.client]
+        account.blocks[block] -= 1
+        if not account.blocks[block]:
+            del account.blocks[block]
+            account.leased_bytes -= self._sizes[block]
+        if not lease.blocks:
+            del self._leases[lease.lease]
+            account.leases -= 1
+            if not account.leases:
+                del self._clients[lease.client]
+
+    def _end(self, lease: _Lease) -> None:
+        for block in tuple(lease.blocks):
+            leases = self._leases_on[block]
+            del leases[lease.lease]
+            if not leases:
+                del self._leases_on[block]
+                self._unprotected[block] = None
+            self._forget(lease, block)
+        if len(self._expiries) > 2 * len(self._leases) + 64:
+            self._expiries = [(held.expires_ms, name) for name, held in self._leases.items()]
+            heapify(self._expiries)
+
+    def _expire(self, now_ms: int) -> None:
+        """End the leases whose time is over; where one was renewed, move its entry to its new time."""
+        while self._expiries and self._expiries[0][0] < now_ms:
+            _, name = heappop(self._expiries)
+            lease = self._leases.get(name)
+            if lease is None:
+                continue
+            if lease.expires_ms >= now_ms:
+                heappush(self._expiries, (lease.expires_ms, name))
+            else:
+                self._end(lease)
+        if self._restored and now_ms > self._grace_until_ms:
+            self._unprotected.update(dict.fromkeys(self._restored))
+            self._restored = set()
+
+    def _unprotect(self, now_ms: int) -> tuple[Effect, ...]:
+        """Say once which blocks have become free and still are."""
+        if not self._unprotected:
+            return ()
+        blocks = tuple(block for block in self._unprotected if self.may_evict(block, now_ms))
+        self._unprotected = {}
+        return (Unprotected(blocks=blocks),) if blocks else ()
+
+    # The whole state
+
+    def freeze(self, now_ms: int) -> FrozenLeases:
+        """Return all that is held as a hashable value, with what remains of each time."""
+        self._expire(now_ms)
+        leases = (
+            (name, held.client, tuple(held.blocks), held.expires_ms - now_ms, held.broken)
+            for name, held in self._leases.items()
+        )
+        return FrozenLeases(
+            blocks=tuple(sorted((b, size, b in self._restored) for b, size in self._sizes.items())),
+            leases=tuple(sorted(leases)),
+            reads=tuple(sorted(self._reads.items())),
+            withdrawing=tuple((block, until_ms - now_ms) for block, until_ms in self._withdrawing.items()),
+            leaving=tuple(sorted(self._leaving)),
+            grace_ms=max(0, self._grace_until_ms - now_ms) if self._restored else 0,
+        )
+
+    def thaw(self, frozen: FrozenLeases, now_ms: int) -> None:
+        """Take over the state of another table. This one must be new and hold nothing."""
+        if self._sizes or self._reads:
+            raise LocalProtocolError(
+                "a table that holds blocks cannot take over another's state; use a new one"
+            )
+        self._grace_until_ms = now_ms + frozen.grace_ms
+        self._sizes = {block: size for block, size, _ in frozen.blocks}
+        self._restored = {block for block, _, restored in frozen.blocks if restored}
+        self._withdrawing = {block: now_ms + left_ms for block, left_ms in frozen.withdrawing}
+        self._leaving = set(frozen.leaving)
+        for read, block in frozen.reads:
+            self._reads[read] = block
+            self._readers_of.setdefault(block, {})[read] = None
+        for name, client, blocks, left_ms, broken in frozen.leases:
+            lease = _Lease(name, client, blocks, now_ms + left_ms)
+            lease.broken = broken
+            self._enter(lease)
