@@ -1,0 +1,24 @@
+"""The command line tool ``kvsp``.
+
+Every command exits with 0 for yes, 1 for no (the input is wrong, the answer is a refusal) and 2 for a wrong call. An
+error is one line on standard error that says what to do. Other packages add commands by entry points of the group
+``kvsp.commands``; each names a click command.
+"""
+
+from __future__ import annotations
+
+import sys
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run ``kvsp`` with the arguments of the process."""
+    try:
+        from kvsp_services.cli.app import run
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("kvsp"):
+            raise
+        print(f"kvsp: {error.name} is not installed; run: pip install 'kvsp[cli]'", file=sys.stderr)
+        sys.exit(2)
+    sys.exit(run(sys.argv[1:]))

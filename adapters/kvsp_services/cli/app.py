@@ -1,0 +1,87 @@
+"""The frame of ``kvsp``: where its commands are found, and how their errors are said."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from importlib.metadata import entry_points, version
+from typing import Final
+
+import click
+
+from kvsp_core.errors import KVSPError
+
+__all__ = ["COMMANDS", "ENTRY_POINTS", "kvsp", "run"]
+
+COMMANDS: Final = {
+    "compat": "kvsp_services.cli.values:compat",
+    "inspect": "kvsp_services.cli.values:inspect",
+    "keys": "kvsp_services.cli.values:keys",
+    "scope": "kvsp_services.cli.values:scope",
+}
+"""The commands of this package. A module is imported when its command is asked for, so that ``kvsp`` starts fast."""
+
+ENTRY_POINTS: Final = "kvsp.commands"
+NO, USAGE, INTERRUPTED = 1, 2, 130
+
+
+class _Commands(click.Group):
+    """A group that finds its commands by name, here and among the entry points."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*COMMANDS, *(point.name for point in entry_points(group=ENTRY_POINTS))})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if target := COMMANDS.get(cmd_name):
+            module, _, name = target.partition(":")
+            found = getattr(importlib.import_module(module), name)
+        else:
+            points = entry_points(group=ENTRY_POINTS, name=cmd_name)
+            found = next(iter(points)).load() if points else None
+        if found is not None and not isinstance(found, click.Command):
+            raise click.ClickException(f"the entry point {cmd_name} of {ENTRY_POINTS} is no click command")
+        return found
+
+
+@click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(version("kvsp"), prog_name="kvsp")
+def kvsp() -> None:
+    """Tools of the KV Cache Storage Protocol.
+
+    Exit status: 0 for yes, 1 for no, 2 for a wrong call.
+    """
+
+
+def _say(text: str) -> None:
+    click.echo(f"kvsp: {' '.join(text.split())}", err=True)
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command line and return the exit status; whatever goes wrong is said in one line."""
+    try:
+        outcome = kvsp.main(arguments, prog_name="kvsp", standalone_mode=False)
+    except click.UsageError as error:
+        command = error.ctx.command_path if error.ctx else "kvsp"
+        _say(f"{error.format_message()} See: {command} --help")
+        return USAGE
+    except click.ClickException as error:
+        _say(error.format_message())
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        return INTERRUPTED
+    except KVSPError as error:
+        _say(str(error))
+        return NO
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return NO
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("kvsp"):
+            raise
+        _say(f"this command needs {error.name}; run: pip install 'kvsp[all]'")
+        return USAGE
+    except OSError as error:
+        _say(f"{error.filename or 'operating system'}: {error.strerror or error}")
+        return USAGE
+    return outcome if isinstance(outcome, int) else 0

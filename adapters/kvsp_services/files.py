@@ -1,0 +1,54 @@
+"""Reading the files a process is given: secrets, documents and whatever is hashed in pieces."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from kvsp_core.errors import LocalProtocolError
+from kvsp_core.identity import Scope
+
+__all__ = ["file_pieces", "read_scope", "read_secret"]
+
+PIECE_BYTES: Final = 1 << 20
+MAX_SECRET_BYTES: Final = 4096
+_HEX_DIGITS: Final = frozenset(b"0123456789abcdefABCDEF")
+
+
+def file_pieces(path: Path) -> Iterator[bytes]:
+    """Go through the octets of a file in pieces of at most 1 MiB; it is opened when the first is asked for."""
+    with path.open("rb") as file:
+        while piece := file.read(PIECE_BYTES):
+            yield piece
+
+
+def read_secret(path: Path) -> bytes:
+    """Return the octets of a secret from a file that only its owner can read.
+
+    The file holds the octets themselves, or an even number of hex digits and at most a newline. Raises
+    `LocalProtocolError`, never quoting the content, where others can read it (SE-5) or it is too large, and
+    `OSError` where it cannot be read.
+    """
+    with path.open("rb") as file:
+        status = os.fstat(file.fileno())
+        if stat.S_ISREG(status.st_mode) and status.st_mode & 0o077:
+            raise LocalProtocolError(f"{path} can be read by others than its owner; run: chmod 600 {path}")
+        content = file.read(MAX_SECRET_BYTES + 1)
+    if len(content) > MAX_SECRET_BYTES:
+        raise LocalProtocolError(f"{path} is no key: it has more than {MAX_SECRET_BYTES} octets")
+    text = content.strip()
+    if text and len(text) % 2 == 0 and _HEX_DIGITS.issuperset(text):
+        return bytes.fromhex(text.decode("ascii"))
+    return content
+
+
+def read_scope(path: Path) -> Scope:
+    """Return the scope whose key is in a file: at least 32 octets, or 64 hex digits; see `read_secret`."""
+    try:
+        return Scope(read_secret(path))
+    except LocalProtocolError as error:
+        named = str(error) if str(path) in str(error) else f"{path}: {error}"
+        raise LocalProtocolError(named) from None

@@ -1,0 +1,65 @@
+"""Secrets are read from files of their owner only, raw or in hex, and never quoted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvsp_core.errors import LocalProtocolError
+from kvsp_services.files import file_pieces, read_scope, read_secret
+
+KEY = bytes(range(32))
+
+
+def secret_file(path: Path, content: bytes, mode: int = 0o600) -> Path:
+    path.write_bytes(content)
+    path.chmod(mode)
+    return path
+
+
+@pytest.mark.parametrize(
+    "content",
+    [KEY, KEY.hex().encode(), KEY.hex().upper().encode(), KEY.hex().encode() + b"\n", KEY.hex().encode() + b"\r\n"],
+)
+def test_a_key_is_raw_or_hex(tmp_path: Path, content: bytes) -> None:
+    path = secret_file(tmp_path / "key", content)
+    assert read_secret(path) == KEY
+    assert read_scope(path).scope_id == "6d1c6481cd428737da312c089db3832a"
+
+
+def test_raw_octets_are_not_stripped(tmp_path: Path) -> None:
+    content = b"\n" + bytes(range(200, 231)) + b" "
+    assert read_secret(secret_file(tmp_path / "key", content)) == content
+
+
+@pytest.mark.requirement("SE-5")
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o622, 0o777])
+def test_a_key_others_can_reach_is_refused(tmp_path: Path, mode: int) -> None:
+    path = secret_file(tmp_path / "key", KEY, mode)
+    with pytest.raises(LocalProtocolError, match=r"chmod 600"):
+        read_secret(path)
+
+
+@pytest.mark.requirement("SK-1", "SK-5")
+@pytest.mark.parametrize("content", [b"", KEY[:31], KEY[:31].hex().encode(), b"tenant-key-in-words"])
+def test_a_short_key_is_refused_without_quoting_it(tmp_path: Path, content: bytes) -> None:
+    path = secret_file(tmp_path / "key", content)
+    with pytest.raises(LocalProtocolError) as caught:
+        read_scope(path)
+    assert str(path) in str(caught.value)
+    assert "tenant-key" not in str(caught.value)
+
+
+def test_a_large_file_is_no_key(tmp_path: Path) -> None:
+    with pytest.raises(LocalProtocolError, match="no key"):
+        read_secret(secret_file(tmp_path / "key", bytes(5000)))
+
+
+def test_pieces_join_to_the_file(tmp_path: Path) -> None:
+    content = bytes(range(256)) * 10_000
+    path = tmp_path / "weights"
+    path.write_bytes(content)
+    pieces = list(file_pieces(path))
+    assert len(pieces) == 3
+    assert b"".join(pieces) == content
