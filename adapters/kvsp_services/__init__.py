@@ -1,1 +1,2 @@
-"""What a process needs to run KVSP roles: configuration, policy, keys, stores, logs, metrics and the CLI ``kvsp``."""
+"""What a process needs to run KVSP roles: configuration, policy, keys, stores, logs, metrics and the CLI
+``kvsp``."""

@@ -19,7 +19,8 @@ _HEX_DIGITS: Final = frozenset(b"0123456789abcdefABCDEF")
 
 
 def file_pieces(path: Path) -> Iterator[bytes]:
-    """Go through the octets of a file in pieces of at most 1 MiB; it is opened when the first is asked for."""
+    """Go through the octets of a file in pieces of at most 1 MiB; it is opened when the first is asked
+    for."""
     with path.open("rb") as file:
         while piece := file.read(PIECE_BYTES):
             yield piece

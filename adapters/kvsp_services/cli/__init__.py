@@ -1,8 +1,8 @@
 """The command line tool ``kvsp``.
 
-Every command exits with 0 for yes, 1 for no (the input is wrong, the answer is a refusal) and 2 for a wrong call. An
-error is one line on standard error that says what to do. Other packages add commands by entry points of the group
-``kvsp.commands``; each names a click command.
+Every command exits with 0 for yes, 1 for no (the input is wrong, the answer is a refusal) and 2 for a wrong
+call. An error is one line on standard error that says what to do. Other packages add commands by entry
+points of the group ``kvsp.commands``; each names a click command.
 """
 
 from __future__ import annotations

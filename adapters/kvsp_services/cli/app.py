@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from importlib.metadata import entry_points, version
+from importlib.metadata import entry_points
 from typing import Final
 
 import click
@@ -20,7 +20,8 @@ COMMANDS: Final = {
     "keys": "kvsp_services.cli.values:keys",
     "scope": "kvsp_services.cli.values:scope",
 }
-"""The commands of this package. A module is imported when its command is asked for, so that ``kvsp`` starts fast."""
+"""The commands of this package. A module is imported when its command is asked for, so that ``kvsp``
+starts fast."""
 
 ENTRY_POINTS: Final = "kvsp.commands"
 NO, USAGE, INTERRUPTED = 1, 2, 130
@@ -44,8 +45,11 @@ class _Commands(click.Group):
         return found
 
 
-@click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(version("kvsp"), prog_name="kvsp")
+_SETTINGS: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+
+@click.command(cls=_Commands, context_settings=_SETTINGS)
+@click.version_option(package_name="kvsp", prog_name="kvsp")
 def kvsp() -> None:
     """Tools of the KV Cache Storage Protocol.
 
@@ -61,9 +65,12 @@ def run(arguments: list[str]) -> int:
     """Run one command line and return the exit status; whatever goes wrong is said in one line."""
     try:
         outcome = kvsp.main(arguments, prog_name="kvsp", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return USAGE
     except click.UsageError as error:
         command = error.ctx.command_path if error.ctx else "kvsp"
-        _say(f"{error.format_message()} See: {command} --help")
+        _say(f"{error.format_message().rstrip('.')}. See: {command} --help")
         return USAGE
     except click.ClickException as error:
         _say(error.format_message())

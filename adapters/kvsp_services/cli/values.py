@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import mmap
 from pathlib import Path
 from typing import BinaryIO
 
 import click
 
 from kvsp_core.block_keys import block_keys
+from kvsp_core.container import decode_container, replica_digest
 from kvsp_core.errors import KVSPError, LocalProtocolError
 from kvsp_core.identity import CompatibilityDescriptor
+from kvsp_core.registries import INITIAL_REGISTRIES
 from kvsp_services.files import read_scope
 
 __all__ = ["compat", "inspect", "keys", "scope"]
@@ -51,7 +55,9 @@ def scope(scope_key_file: Path) -> None:
 
 
 @click.command()
-@click.option("--descriptor", type=_DOCUMENT, required=True, help="The Compatibility Descriptor, a JSON file.")
+@click.option(
+    "--descriptor", type=_DOCUMENT, required=True, help="The Compatibility Descriptor, a JSON file."
+)
 @click.option("--scope-key-file", type=_EXISTING, required=True, help="At least 32 octets, or 64 hex digits.")
 @click.option("--tokens", type=_DOCUMENT, required=True, help="A JSON array of tokens; - for standard input.")
 def keys(descriptor: BinaryIO, scope_key_file: Path, tokens: BinaryIO) -> None:
@@ -63,6 +69,43 @@ def keys(descriptor: BinaryIO, scope_key_file: Path, tokens: BinaryIO) -> None:
 
 @click.command()
 @click.argument("file", type=_DOCUMENT)
-def inspect(file: BinaryIO) -> None:
-    """Show the header, sections and digests of a container FILE; exit 1 with the reason where it is broken."""
-    raise LocalProtocolError(f"{file.name}: not yet")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
+def inspect(file: BinaryIO, as_json: bool) -> None:
+    """Show header, sections and digests of a container FILE; exit 1 with the reason where it is broken."""
+    octets = _mapped(file)
+    try:
+        header, digests = decode_container(octets, max_size_bytes=len(octets))
+    except KVSPError as error:
+        raise LocalProtocolError(f"{file.name}: {error}") from None
+    codec = INITIAL_REGISTRIES.codecs.get(header.codec)
+    shown = {
+        "codec": header.codec,
+        "codec_name": codec.name if codec else None,
+        "first_layer": header.first_layer,
+        "layer_count": len(header.sections),
+        "token_count": header.token_count,
+        "header_bytes": header.header_bytes,
+        "size_bytes": header.size_bytes,
+        "digest": replica_digest(digests),
+        "container_sha256": hashlib.sha256(octets).hexdigest(),
+    }
+    rows = [
+        {"layer": layer, "k_bytes": k_bytes, "v_bytes": v_bytes, "digest": digest}
+        for layer, (k_bytes, v_bytes), digest in zip(header.layers, header.sections, digests, strict=True)
+    ]
+    if as_json:
+        click.echo(json.dumps({**shown, "layers": rows}))
+        return
+    for name, value in shown.items():
+        click.echo(f"{name.replace('_', ' '):<17} {value}")
+    click.echo(f"\n{'layer':>5} {'K octets':>12} {'V octets':>12}  digest")
+    for row in rows:
+        click.echo(f"{row['layer']:>5} {row['k_bytes']:>12} {row['v_bytes']:>12}  {row['digest']}")
+
+
+def _mapped(file: BinaryIO) -> bytes | mmap.mmap:
+    """Return the octets of a file, not read but mapped where that can be done."""
+    try:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError):  # standard input, a pipe, or an empty file
+        return file.read()

@@ -20,7 +20,13 @@ def secret_file(path: Path, content: bytes, mode: int = 0o600) -> Path:
 
 @pytest.mark.parametrize(
     "content",
-    [KEY, KEY.hex().encode(), KEY.hex().upper().encode(), KEY.hex().encode() + b"\n", KEY.hex().encode() + b"\r\n"],
+    [
+        KEY,
+        KEY.hex().encode(),
+        KEY.hex().upper().encode(),
+        KEY.hex().encode() + b"\n",
+        KEY.hex().encode() + b"\r\n",
+    ],
 )
 def test_a_key_is_raw_or_hex(tmp_path: Path, content: bytes) -> None:
     path = secret_file(tmp_path / "key", content)

@@ -1,0 +1,314 @@
+"""Durable state: the values and logs that roles persist, in one SQLite file, many commits to a sync.
+
+A role's `Persist` effect becomes one batch of writes. `GroupCommitter` takes the batches that came in while
+the last sync was under way, commits them in one transaction with one sync, and then tells each of them.
+SQLite runs in WAL mode with full synchronisation, so a batch that was told is there after kill -9 and after
+a power cut.
+
+A value is a log of one piece. Rows are named by a keyed hash and sealed, so the file shows neither sessions
+nor tokens. One process has a file at a time; another can back it up while it is in use.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sqlite3
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from kvsp_core.roles.role import Append, Delete, Put, Write
+
+from kvsp_core.errors import LocalProtocolError
+from kvsp_services.stores.sealing import SALT_BYTES, Sealer, StorageError, derive_key, hidden_name
+
+__all__ = ["MIGRATIONS", "DurableStore", "GroupCommitter", "back_up"]
+
+APPLICATION_ID: Final = 0x4B565350  # "KVSP"
+MIGRATIONS: Final[tuple[str, ...]] = (
+    """
+    CREATE TABLE fact (name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
+    CREATE TABLE piece (name BLOB, position INTEGER, sealed BLOB NOT NULL, PRIMARY KEY (name, position))
+        WITHOUT ROWID;
+    """,
+)
+"""The statements that lead from each schema version to the next; the version is their number."""
+
+_BUSY_S: Final = 5
+_OWNER_CONTEXT: Final = b"owner"
+
+
+class DurableStore:
+    """One role's durable state in one file. Its methods block; `GroupCommitter` has a thread for them.
+
+    `owner` is the base URI of the role; a file of another role is refused. Raises `StorageError` where the
+    file is in use, of a newer version, of another owner, or does not open with the storage key.
+    """
+
+    def __init__(self, path: Path, storage_key: bytes, owner: str) -> None:
+        self._lock = _lock(path)
+        try:
+            self._database = _connect(path)
+        except BaseException:
+            os.close(self._lock)
+            raise
+        try:
+            with _storage_errors(path):
+                _migrate(self._database, path)
+                salt = self._salt()
+            self._names = derive_key(storage_key, "names of durable state", salt)
+            self._sealer = Sealer(derive_key(storage_key, "durable state", salt))
+            self._check_owner(path, owner)
+        except BaseException:
+            self.close()
+            raise
+        self._path = path
+        self._lengths: dict[bytes, int] = {}
+
+    def _salt(self) -> bytes:
+        self._database.execute("INSERT OR IGNORE INTO fact VALUES ('salt', ?)", (os.urandom(SALT_BYTES),))
+        (salt,) = self._database.execute("SELECT value FROM fact WHERE name = 'salt'").fetchone()
+        return bytes(salt)
+
+    def _check_owner(self, path: Path, owner: str) -> None:
+        row = self._database.execute("SELECT value FROM fact WHERE name = 'owner'").fetchone()
+        if row is None:
+            sealed = self._sealer.seal(owner.encode(), _OWNER_CONTEXT)
+            self._database.execute("INSERT INTO fact VALUES ('owner', ?)", (sealed,))
+            return
+        try:
+            found = self._sealer.open(row[0], _OWNER_CONTEXT).decode()
+        except StorageError:
+            raise StorageError(
+                f"{path} does not open with this storage key; give the key it was made with"
+            ) from None
+        if found != owner:
+            raise StorageError(f"{path} belongs to {found}, not to {owner}; give each role a file of its own")
+
+    def load(self) -> dict[str, dict[str, bytes]]:
+        """Return all that is stored: table, then key, then value or log."""
+        stored: dict[str, dict[str, bytes]] = {}
+        pieces: dict[bytes, tuple[str, str, list[bytes]]] = {}
+        with _storage_errors(self._path):
+            rows = self._database.execute("SELECT name, position, sealed FROM piece ORDER BY name, position")
+            for name, position, sealed in rows:
+                table, key, value = _parted(self._sealer.open(sealed, _context(name, position)))
+                pieces.setdefault(name, (table, key, []))[2].append(value)
+        self._lengths = {}
+        for name, (table, key, values) in pieces.items():
+            joined = b"".join(values)
+            stored.setdefault(table, {})[key] = joined
+            self._lengths[name] = len(joined)
+        return stored
+
+    def commit(self, batches: Iterable[Sequence[Write]]) -> None:
+        """Make these batches durable, all or none, with one sync.
+
+        Raises `StorageError` where that failed. It is then not known what is stored: discard the store and
+        the role, and open them anew.
+        """
+        with _storage_errors(self._path):
+            self._database.execute("BEGIN IMMEDIATE")
+            try:
+                for batch in batches:
+                    for write in batch:
+                        self._apply(write)
+                self._database.execute("COMMIT")
+            except BaseException:
+                if self._database.in_transaction:
+                    self._database.execute("ROLLBACK")
+                raise
+
+    def _apply(self, write: Write) -> None:
+        name = hidden_name(self._names, write.table, write.key)
+        match write:
+            case Put(value=value):
+                self._cut(write, name, 0)
+                self._add(write, name, 0, value)
+            case Append(offset=offset, value=value):
+                length = self._length(name)
+                if offset > length:
+                    raise LocalProtocolError(
+                        f"append to {write.table} at {offset}, but {length} octets are there"
+                    )
+                if offset < length:
+                    self._cut(write, name, offset)
+                if value:
+                    self._add(write, name, offset, value)
+            case Delete():
+                self._cut(write, name, 0)
+
+    def _length(self, name: bytes) -> int:
+        """Return the octets under a name, looked up once and then remembered."""
+        if name not in self._lengths:
+            row = self._database.execute(
+                "SELECT position, sealed FROM piece WHERE name = ? ORDER BY position DESC LIMIT 1", (name,)
+            ).fetchone()
+            opened = _parted(self._sealer.open(row[1], _context(name, row[0]))) if row else None
+            self._lengths[name] = row[0] + len(opened[2]) if opened else 0
+        return self._lengths[name]
+
+    def _cut(self, write: Write, name: bytes, offset: int) -> None:
+        """Remove what stands under a name from an offset on; a piece across it keeps what is before."""
+        across = None
+        if offset:
+            across = self._database.execute(
+                "SELECT position, sealed FROM piece WHERE name = ? AND position < ?"
+                " ORDER BY position DESC LIMIT 1",
+                (name, offset),
+            ).fetchone()
+        self._database.execute("DELETE FROM piece WHERE name = ? AND position >= ?", (name, offset))
+        self._lengths[name] = offset
+        if across is not None:
+            position, sealed = across
+            value = _parted(self._sealer.open(sealed, _context(name, position)))[2]
+            self._add(write, name, position, value[: offset - position])
+
+    def _add(self, write: Write, name: bytes, position: int, value: bytes) -> None:
+        sealed = self._sealer.seal(_joined(write.table, write.key, value), _context(name, position))
+        self._database.execute("INSERT OR REPLACE INTO piece VALUES (?, ?, ?)", (name, position, sealed))
+        self._lengths[name] = position + len(value)
+
+    def close(self) -> None:
+        """Close the file and let others have it."""
+        self._database.close()
+        os.close(self._lock)
+
+
+def back_up(path: Path, target: Path) -> None:
+    """Copy a store to a new file, consistent even while a role is using it; it opens with the same
+    storage key."""
+    if not path.exists():
+        raise StorageError(f"{path} does not exist")
+    if target.exists():
+        raise StorageError(f"{target} exists; name a new file")
+    os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    with _storage_errors(path):
+        source, copy = sqlite3.connect(f"file:{path}?mode=ro", uri=True), sqlite3.connect(target)
+        try:
+            source.backup(copy)
+        finally:
+            source.close()
+            copy.close()
+
+
+class GroupCommitter:
+    """A thread that makes batches durable, as many at once as have come in.
+
+    `submit` never blocks; `done` is called in this thread, in the order of submission, with None or the
+    error. After an error everything that was submitted and is submitted later gets that error: what is
+    stored is not known any more, and the role is rebuilt from a store opened anew.
+    """
+
+    def __init__(self, store: DurableStore) -> None:
+        self._store = store
+        self._pending: list[tuple[Sequence[Write], Callable[[Exception | None], None]]] = []
+        self._wake = threading.Condition()
+        self._closing = False
+        self._error: Exception | None = None
+        self.syncs = 0
+        self._thread = threading.Thread(target=self._run, name="kvsp-commit", daemon=True)
+        self._thread.start()
+
+    def submit(self, writes: Sequence[Write], done: Callable[[Exception | None], None]) -> None:
+        """Take a batch in, all or none of which becomes durable, and later call `done`."""
+        with self._wake:
+            if self._closing:
+                raise LocalProtocolError("the store is closing; nothing more can be submitted")
+            self._pending.append((writes, done))
+            self._wake.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._pending or self._closing)
+                group, self._pending = self._pending, []
+            if not group:
+                return
+            if self._error is None:
+                try:
+                    self._store.commit(writes for writes, _ in group)
+                    self.syncs += 1
+                except Exception as error:
+                    self._error = error
+            for _, done in group:
+                done(self._error)
+
+    def close(self) -> None:
+        """Commit what was submitted, then end the thread and close the store."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join()
+        self._store.close()
+
+
+# The file -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _storage_errors(path: Path) -> Iterator[None]:
+    """Turn what SQLite raises into `StorageError`, with the file's name."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise StorageError(f"{path}: {error}") from error
+
+
+def _lock(path: Path) -> int:
+    try:
+        descriptor = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise StorageError(f"{path}: {error.strerror}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise StorageError(f"{path} is in use by another process; stop that first") from None
+    return descriptor
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    with _storage_errors(path):
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+        database = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute("PRAGMA synchronous = FULL")
+        return database
+
+
+def _migrate(database: sqlite3.Connection, path: Path) -> None:
+    """Bring the schema to the newest version; a file that holds something already is backed up first."""
+    (application,) = database.execute("PRAGMA application_id").fetchone()
+    (version,) = database.execute("PRAGMA user_version").fetchone()
+    (tables,) = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    if application != APPLICATION_ID and tables:
+        raise StorageError(f"{path} is a database of another program; name another file")
+    if version > len(MIGRATIONS):
+        raise StorageError(
+            f"{path} is of version {version}, and this program knows {len(MIGRATIONS)}; update it"
+        )
+    if 0 < version < len(MIGRATIONS):
+        back_up(path, path.with_name(f"{path.name}.version-{version}"))
+    for number in range(version, len(MIGRATIONS)):
+        # A step that fails leaves its transaction open; closing the connection takes it back.
+        database.executescript(
+            f"BEGIN IMMEDIATE; {MIGRATIONS[number]};"
+            f"PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {number + 1}; COMMIT;"
+        )
+
+
+def _context(name: bytes, position: int) -> bytes:
+    return name + position.to_bytes(8, "big")
+
+
+def _joined(table: str, key: str, value: bytes) -> bytes:
+    return b"%b\0%b\0%b" % (table.encode(), key.encode(), value)
+
+
+def _parted(opened: bytes) -> tuple[str, str, bytes]:
+    table, key, value = opened.split(b"\0", 2)
+    return table.decode(), key.decode(), value

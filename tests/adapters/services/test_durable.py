@@ -1,0 +1,357 @@
+"""What a role persists is there again: after kill -9, after a power cut, and only with the right key."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kvsp_core.roles.role import Append, Delete, Put, Write
+
+from kvsp_core.errors import LocalProtocolError
+from kvsp_services.stores import durable
+from kvsp_services.stores.durable import DurableStore, GroupCommitter, back_up
+from kvsp_services.stores.sealing import StorageError
+
+sys.path.insert(0, str(Path(__file__).parent))
+from lossy_disk import RecordingDisk, supported
+
+KEY = bytes(range(32))
+OWNER = "https://controller.example/kvsp/"
+
+
+def open_store(path: Path, key: bytes = KEY, owner: str = OWNER) -> DurableStore:
+    store = DurableStore(path, key, owner)
+    store.load()
+    return store
+
+
+def reopened(path: Path) -> dict[str, dict[str, bytes]]:
+    store = DurableStore(path, KEY, OWNER)
+    stored = store.load()
+    store.close()
+    return stored
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "state.sqlite"
+
+
+def test_a_new_store_is_empty(path: Path) -> None:
+    assert reopened(path) == {}
+
+
+def test_values_logs_and_deletions_come_back(path: Path) -> None:
+    store = open_store(path)
+    store.commit([[Put("map", "a", b"1"), Put("map", "b", b"2"), Append("log", "s", 0, b"abc")]])
+    store.commit([[Put("map", "a", b"3"), Delete("map", "b"), Append("log", "s", 3, b"def")]])
+    store.close()
+    assert reopened(path) == {"map": {"a": b"3"}, "log": {"s": b"abcdef"}}
+
+
+@pytest.mark.parametrize(
+    ("offset", "expected"), [(0, b"xy"), (1, b"axy"), (3, b"abcxy"), (4, b"abcdxy"), (6, b"abcdefxy")]
+)
+def test_an_append_replaces_what_stood_from_there(path: Path, offset: int, expected: bytes) -> None:
+    store = open_store(path)
+    store.commit([[Append("log", "s", 0, b"abc"), Append("log", "s", 3, b"def")]])
+    store.commit([[Append("log", "s", offset, b"xy")]])
+    store.close()
+    assert reopened(path)["log"]["s"] == expected
+
+
+def test_an_append_beyond_the_end_changes_nothing(path: Path) -> None:
+    store = open_store(path)
+    store.commit([[Append("log", "s", 0, b"abc")]])
+    with pytest.raises(LocalProtocolError, match="3 octets"):
+        store.commit([[Put("map", "a", b"1"), Append("log", "s", 4, b"d")]])
+    store.close()
+    assert reopened(path) == {"log": {"s": b"abc"}}
+
+
+names = st.sampled_from(["a", "b"])
+writes = st.one_of(
+    st.builds(Put, st.just("t"), names, st.binary(max_size=8)),
+    st.builds(Append, st.just("t"), names, st.integers(0, 12), st.binary(max_size=8)),
+    st.builds(Delete, st.just("t"), names),
+)
+
+
+def applied(model: dict[str, bytes], write: Write) -> None:
+    match write:
+        case Put(key=key, value=value):
+            model[key] = value
+        case Append(key=key, offset=offset, value=value):
+            kept = model.get(key, b"")
+            if offset <= len(kept):
+                model[key] = kept[:offset] + value
+        case Delete(key=key):
+            model.pop(key, None)
+
+
+@given(batches=st.lists(st.lists(writes, max_size=4), max_size=8), reopen=st.booleans())
+def test_any_writes_give_what_a_dictionary_gives(
+    tmp_path_factory: pytest.TempPathFactory, batches: list[list[Write]], reopen: bool
+) -> None:
+    path = tmp_path_factory.mktemp("store") / "state.sqlite"
+    store = open_store(path)
+    model: dict[str, bytes] = {}
+    for batch in batches:
+        legal = []
+        for write in batch:
+            if isinstance(write, Append) and write.offset > len(model.get(write.key, b"")):
+                continue
+            legal.append(write)
+            applied(model, write)
+        store.commit([legal])
+        if reopen:
+            store.close()
+            store = open_store(path)
+    store.close()
+    found = reopened(path).get("t", {})
+    assert {k: v for k, v in found.items() if v} == {k: v for k, v in model.items() if v}
+
+
+# Who may open it ----------------------------------------------------------------------------------
+
+
+def test_another_key_is_refused_plainly(path: Path) -> None:
+    open_store(path).close()
+    with pytest.raises(StorageError, match="storage key"):
+        open_store(path, key=bytes(32))
+
+
+def test_another_owner_is_refused(path: Path) -> None:
+    open_store(path).close()
+    with pytest.raises(StorageError, match="belongs to"):
+        open_store(path, owner="https://other.example/kvsp/")
+
+
+def test_a_second_process_is_refused_until_the_first_has_closed(path: Path) -> None:
+    store = open_store(path)
+    with pytest.raises(StorageError, match="in use"):
+        open_store(path)
+    store.close()
+    open_store(path).close()
+
+
+def test_a_database_of_another_program_is_left_alone(path: Path) -> None:
+    with sqlite3.connect(path) as other:
+        other.execute("CREATE TABLE theirs (x)")
+    with pytest.raises(StorageError, match="another program"):
+        open_store(path)
+
+
+def test_a_file_that_is_no_database_is_refused(path: Path) -> None:
+    path.write_bytes(b"this is a letter to my aunt" * 100)
+    with pytest.raises(StorageError, match=r"state\.sqlite"):
+        open_store(path)
+
+
+@pytest.mark.requirement("SE-5")
+def test_files_are_the_owners_only_and_show_nothing(path: Path) -> None:
+    store = open_store(path)
+    session = "6f1d0a9e-2c55-4d7e-9a0e-5b7f2f9f6a11"
+    store.commit([[Append("sessions", session, 0, b"token text")]])
+    for file in path.parent.iterdir():
+        assert file.stat().st_mode & 0o077 == 0, file.name
+        content = file.read_bytes()
+        assert session.encode() not in content
+        assert b"token text" not in content
+    store.close()
+
+
+def test_an_altered_row_is_noticed(path: Path) -> None:
+    store = open_store(path)
+    store.commit([[Put("map", "a", b"1"), Put("map", "b", b"2")]])
+    store.close()
+    with sqlite3.connect(path) as database:
+        first, second = database.execute("SELECT name, sealed FROM piece").fetchall()
+        database.execute("UPDATE piece SET sealed = ? WHERE name = ?", (first[1], second[0]))
+    with pytest.raises(StorageError, match="not what was stored"):
+        reopened(path)
+
+
+# Versions and backups -----------------------------------------------------------------------------
+
+
+def test_an_older_version_is_migrated_after_a_backup(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(path)
+    store.commit([[Put("map", "a", b"1")]])
+    store.close()
+    step = "CREATE TABLE later (x)"
+    monkeypatch.setattr(durable, "MIGRATIONS", (*durable.MIGRATIONS, step))
+    assert reopened(path) == {"map": {"a": b"1"}}
+    with sqlite3.connect(path) as database:
+        assert database.execute("PRAGMA user_version").fetchone() == (2,)
+    monkeypatch.undo()
+    with pytest.raises(StorageError, match="update it"):
+        open_store(path)
+    assert reopened(path.with_name("state.sqlite.version-1")) == {"map": {"a": b"1"}}
+
+
+def test_a_migration_that_fails_leaves_the_file_as_it_was(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(path)
+    store.commit([[Put("map", "a", b"1")]])
+    store.close()
+    step = "CREATE TABLE later (x); INSERT INTO nowhere VALUES (1)"
+    monkeypatch.setattr(durable, "MIGRATIONS", (*durable.MIGRATIONS, step))
+    with pytest.raises(StorageError, match="nowhere"):
+        open_store(path)
+    monkeypatch.undo()
+    assert reopened(path) == {"map": {"a": b"1"}}
+
+
+def test_a_backup_is_taken_while_the_store_is_in_use(path: Path) -> None:
+    store = open_store(path)
+    store.commit([[Put("map", "a", b"1")]])
+    target = path.with_name("copy.sqlite")
+    back_up(path, target)
+    store.commit([[Put("map", "a", b"2")]])
+    store.close()
+    assert reopened(target) == {"map": {"a": b"1"}}
+    assert target.stat().st_mode & 0o077 == 0
+    with pytest.raises(StorageError, match="exists"):
+        back_up(path, target)
+
+
+# Many commits, one sync ---------------------------------------------------------------------------
+
+
+def submit_and_wait(committer: GroupCommitter, batches: Sequence[Sequence[Write]]) -> list[Exception | None]:
+    outcomes: list[Exception | None] = []
+    all_told = threading.Event()
+
+    def done(error: Exception | None) -> None:
+        outcomes.append(error)
+        if len(outcomes) == len(batches):
+            all_told.set()
+
+    for batch in batches:
+        committer.submit(batch, done)
+    assert all_told.wait(60)
+    return outcomes
+
+
+def test_many_commits_share_a_sync(path: Path) -> None:
+    committer = GroupCommitter(open_store(path))
+    outcomes = submit_and_wait(committer, [[Put("map", str(n), b"x")] for n in range(500)])
+    committer.close()
+    assert outcomes == [None] * 500
+    assert committer.syncs < 250
+    assert len(reopened(path)["map"]) == 500
+
+
+def test_after_an_error_nothing_more_is_stored(path: Path) -> None:
+    committer = GroupCommitter(open_store(path))
+    (first,) = submit_and_wait(committer, [[Append("log", "s", 5, b"gap")]])
+    (second,) = submit_and_wait(committer, [[Put("map", "a", b"1")]])
+    committer.close()
+    assert isinstance(first, LocalProtocolError)
+    assert second is first
+    assert reopened(path) == {}
+
+
+def test_what_was_submitted_before_closing_is_stored(path: Path) -> None:
+    committer = GroupCommitter(open_store(path))
+    committer.submit([Put("map", "a", b"1")], lambda _: None)
+    committer.close()
+    with pytest.raises(LocalProtocolError, match="closing"):
+        committer.submit([Put("map", "b", b"1")], lambda _: None)
+    assert reopened(path) == {"map": {"a": b"1"}}
+
+
+# Crashes ------------------------------------------------------------------------------------------
+
+WRITER = """
+import sys
+from pathlib import Path
+from kvsp_core.roles.role import Append, Put
+from kvsp_services.stores.durable import DurableStore, GroupCommitter
+
+store = DurableStore(Path(sys.argv[1]), bytes(range(32)), "https://controller.example/kvsp/")
+stored = store.load()
+committer = GroupCommitter(store)
+start = len(stored.get("log", {}).get("s", b"")) // 4
+
+def told(number):
+    def done(error):
+        if error is None:
+            sys.stdout.write(f"{number}\\n")
+            sys.stdout.flush()
+    return done
+
+for number in range(start, start + 5000):
+    octets = number.to_bytes(4, "big")
+    committer.submit([Append("log", "s", number * 4, octets), Put("last", "n", octets)], told(number))
+committer.close()
+"""
+
+
+@pytest.mark.requirement("CP-2")
+def test_what_was_told_is_there_after_kill_9(path: Path) -> None:
+    chance = random.Random(2)
+    told = -1
+    for _ in range(5):
+        command = [sys.executable, "-c", WRITER, str(path)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as writer:
+            assert writer.stdout is not None
+            for _ in range(chance.randrange(1, 400)):
+                line = writer.stdout.readline()
+                told = int(line)
+            writer.send_signal(signal.SIGKILL)
+            told = max([told, *(int(line) for line in writer.stdout if line.endswith("\n"))])
+        stored = reopened(path)
+        log = stored["log"]["s"]
+        assert len(log) >= (told + 1) * 4
+        assert log == b"".join(n.to_bytes(4, "big") for n in range(len(log) // 4))
+        assert stored["last"]["n"] == log[-4:], "a batch is all or nothing"
+
+
+@pytest.fixture
+def disk() -> Iterator[RecordingDisk]:
+    if not supported():
+        pytest.skip("this Python's SQLite is built in and cannot be looked into")
+    with RecordingDisk() as disk:
+        yield disk
+
+
+def power_cuts(disk: RecordingDisk, path: Path, rounds: int) -> None:
+    """Commit, cut the power after each commit, and look at what the files then hold."""
+    store = open_store(path)
+    chance = random.Random(5)
+    for number in range(rounds):
+        store.commit([[Append("log", "s", number, bytes([number % 256])), Put("last", "n", b"%d" % number)]])
+        for some in (None, chance):
+            found = path.parent / f"after-{number}-{some is not None}"
+            found.mkdir()
+            disk.cut(path.parent, found, some)
+            stored = reopened(found / path.name)
+            assert stored["last"]["n"] == b"%d" % number
+            assert len(stored["log"]["s"]) == number + 1
+    store.close()
+
+
+@pytest.mark.requirement("CP-2")
+def test_what_was_told_is_there_after_a_power_cut(disk: RecordingDisk, path: Path) -> None:
+    power_cuts(disk, path, 40)
+    assert disk.syncs >= 40
+
+
+def test_the_power_cut_sees_a_missing_sync(disk: RecordingDisk, path: Path) -> None:
+    disk.drop_syncs = True
+    with pytest.raises((AssertionError, KeyError, StorageError)):
+        power_cuts(disk, path, 40)
