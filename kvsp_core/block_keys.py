@@ -11,6 +11,7 @@ import operator
 from array import array
 from collections.abc import Iterable, Mapping, Sequence, Set
 from sys import byteorder
+from types import MappingProxyType
 from typing import Any, Final, NoReturn, SupportsIndex, TypeAlias
 
 from kvsp_core.errors import LocalProtocolError
@@ -149,7 +150,7 @@ def _refuse_range(tokens: Iterable[int]) -> NoReturn:
     raise LocalProtocolError(f"tokens[{position}]: expected an integer from 0 to {_MAX_TOKEN}")
 
 
-_TYPECODES: Final = {array(code).itemsize: code for code in "qihb"}
+_TYPECODES: Final = MappingProxyType({array(code).itemsize: code for code in "qihb"})
 """The signed array type of each size; its capital is the unsigned one."""
 
 

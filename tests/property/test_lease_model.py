@@ -5,11 +5,11 @@ from __future__ import annotations
 import attrs
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from kvsp_sim.strategies import lease as draw
 
 from kvsp_core.errors import LocalProtocolError
 from kvsp_core.machines import lease as m
 from kvsp_core.problems import LEASE_QUOTA, NOT_FOUND, ProblemType
+from kvsp_sim.strategies import lease as draw
 from tests.machine_kit import problems_in
 
 MAX_TTL_MS, QUOTA_BYTES, MAX_LEASES, WITHDRAWAL_MS = 1000, 500, 4, 50

@@ -103,9 +103,9 @@ def inspect(file: BinaryIO, as_json: bool) -> None:
         click.echo(f"{row['layer']:>5} {row['k_bytes']:>12} {row['v_bytes']:>12}  {row['digest']}")
 
 
-def _mapped(file: BinaryIO) -> bytes | mmap.mmap:
+def _mapped(file: BinaryIO) -> memoryview:
     """Return the octets of a file, not read but mapped where that can be done."""
     try:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     except (OSError, ValueError):  # standard input, a pipe, or an empty file
-        return file.read()
+        return memoryview(file.read())

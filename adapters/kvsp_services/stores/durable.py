@@ -20,9 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from kvsp_core.roles.role import Append, Delete, Put, Write
-
 from kvsp_core.errors import LocalProtocolError
+from kvsp_core.roles.role import Append, Delete, Put, Write
 from kvsp_services.stores.sealing import SALT_BYTES, Sealer, StorageError, derive_key, hidden_name
 
 __all__ = ["MIGRATIONS", "DurableStore", "GroupCommitter", "back_up"]

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvsp_core.roles.role import Append, Delete, Put, Write
 
 from kvsp_core.errors import LocalProtocolError
+from kvsp_core.roles.role import Append, Delete, Put, Write
 from kvsp_services.stores import durable
 from kvsp_services.stores.durable import DurableStore, GroupCommitter, back_up
 from kvsp_services.stores.sealing import StorageError
