@@ -1,0 +1,166 @@
+"""A development certificate authority and role certificates (requirement HT-2, decision W22).
+
+Each role has one certificate. Its principal is the one URI subject alternative name: the role's base URI,
+or a SPIFFE ID. DNS and IP names let clients check the server's address too. Keys are readable by their
+owner only.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+import attrs
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from kvsp_core.errors import KVSPError
+
+__all__ = ["CA_CERTIFICATE", "CA_KEY", "Issued", "PKIError", "init_ca", "issue"]
+
+CA_CERTIFICATE: Final = "ca.pem"
+CA_KEY: Final = "ca.key"
+_CA_DAYS: Final = 3650
+_LEAF_DAYS: Final = 365
+_CLOCK_SKEW: Final = datetime.timedelta(minutes=5)
+
+
+class PKIError(KVSPError):
+    """A certificate cannot be made: why, and what to do."""
+
+
+@attrs.frozen
+class Issued:
+    """Where a new certificate and its key were written."""
+
+    certificate: Path
+    key: Path
+
+
+def init_ca(folder: Path, *, now: datetime.datetime | None = None) -> Issued:
+    """Make a certificate authority in a folder: ca.pem and ca.key. One that is there is never overwritten."""
+    certificate_path, key_path = folder / CA_CERTIFICATE, folder / CA_KEY
+    if certificate_path.exists() or key_path.exists():
+        raise PKIError(f"{folder} has a certificate authority already; choose another folder or remove it")
+    folder.mkdir(parents=True, exist_ok=True)
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "KVSP development CA")])
+    start = (now or datetime.datetime.now(datetime.UTC)) - _CLOCK_SKEW
+    certificate = (
+        _builder(name, name, key.public_key(), start, _CA_DAYS)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_key_usage(sign_certificates=True), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    return _write(certificate, key, certificate_path, key_path)
+
+
+def issue(
+    folder: Path,
+    *,
+    uri: str,
+    name: str | None = None,
+    hosts: Sequence[str] = (),
+    days: int = _LEAF_DAYS,
+    now: datetime.datetime | None = None,
+) -> Issued:
+    """Issue a role's certificate from the authority in a folder: NAME.pem and NAME.key beside it.
+
+    `uri` is the principal; the host of an ``https`` URI becomes a DNS or IP name, and `hosts` adds more.
+    `name` is the files' name, by default the host and path. A certificate of that name is replaced.
+    """
+    parts = urlsplit(uri)
+    if parts.scheme not in ("https", "spiffe") or not parts.hostname:
+        raise PKIError("the URI must be an https base URI or a SPIFFE ID, such as https://h1.example/kvsp/")
+    try:
+        ca = x509.load_pem_x509_certificate((folder / CA_CERTIFICATE).read_bytes())
+        ca_key = serialization.load_pem_private_key((folder / CA_KEY).read_bytes(), None)
+    except FileNotFoundError:
+        raise PKIError(
+            f"{folder} has no certificate authority; make one with: kvsp pki init {folder}"
+        ) from None
+    except ValueError:
+        raise PKIError(f"{folder}/{CA_CERTIFICATE} or {CA_KEY} is not a PEM file; make them anew") from None
+    if not isinstance(ca_key, ec.EllipticCurvePrivateKey):
+        raise PKIError(f"{folder}/{CA_KEY} is not an elliptic-curve key; make the authority anew")
+    key = ec.generate_private_key(ec.SECP256R1())
+    all_hosts = ([parts.hostname] if parts.scheme == "https" else []) + list(hosts)
+    names = [x509.UniformResourceIdentifier(uri), *map(_host_name, dict.fromkeys(all_hosts))]
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, (name or parts.hostname)[:64])])
+    usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    start = (now or datetime.datetime.now(datetime.UTC)) - _CLOCK_SKEW
+    certificate = (
+        _builder(subject, ca.subject, key.public_key(), start, days)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_key_usage(sign_certificates=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False
+        )
+        .sign(ca_key, hashes.SHA256())
+    )
+    stem = name or "-".join([parts.hostname, *filter(None, parts.path.split("/"))])
+    if stem != Path(stem).name:
+        raise PKIError(f"{stem!r} cannot be a file name; give --name a plain word")
+    return _write(certificate, key, folder / f"{stem}.pem", folder / f"{stem}.key")
+
+
+def _host_name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _builder(
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePublicKey,
+    start: datetime.datetime,
+    days: int,
+) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(start)
+        .not_valid_after(start + datetime.timedelta(days=days))
+    )
+
+
+def _key_usage(*, sign_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not sign_certificates,
+        key_cert_sign=sign_certificates,
+        crl_sign=sign_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _write(
+    certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey, certificate_path: Path, key_path: Path
+) -> Issued:
+    secret = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    key_path.unlink(missing_ok=True)
+    with os.fdopen(os.open(key_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(secret)
+    certificate_path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    return Issued(certificate_path, key_path)
