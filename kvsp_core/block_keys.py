@@ -10,8 +10,8 @@ from __future__ import annotations
 import operator
 from array import array
 from collections.abc import Iterable, Mapping, Sequence, Set
+from struct import Struct
 from sys import byteorder
-from types import MappingProxyType
 from typing import Any, Final, NoReturn, SupportsIndex, TypeAlias
 
 from kvsp_core.errors import LocalProtocolError
@@ -42,7 +42,7 @@ class BlockKeyChain:
     ) -> None:
         if parent is not None and (not isinstance(parent, bytes) or len(parent) != KEY_BYTES):
             raise LocalProtocolError(f"the parent of a block is a key of {KEY_BYTES} octets, or None")
-        self._block_bytes = descriptor.block_tokens * _TOKEN_BYTES
+        self._block = Struct(f"{descriptor.block_tokens * _TOKEN_BYTES}s")
         self._inner, self._outer = scope.start_hmac()
         self._inner.update(b"KVSP-BLOCK-1\0" + bytes.fromhex(descriptor.compat_id))
         self._parent = _START if parent is None else parent
@@ -55,15 +55,13 @@ class BlockKeyChain:
         booleans and floats are none. Then nothing has been appended.
         """
         packed = self._tail + _packed(tokens)
-        block_bytes = self._block_bytes
-        end = len(packed) - len(packed) % block_bytes
+        end = len(packed) - len(packed) % self._block.size
         start_inner, start_outer = self._inner.copy, self._outer.copy
         key = self._parent
         keys = []
-        for start in range(0, end, block_bytes):
+        for (block,) in self._block.iter_unpack(packed[:end]):
             inner = start_inner()
-            inner.update(key)
-            inner.update(packed[start : start + block_bytes])
+            inner.update(key + block)
             outer = start_outer()
             outer.update(inner.digest())
             key = outer.digest()
@@ -150,10 +148,6 @@ def _refuse_range(tokens: Iterable[int]) -> NoReturn:
     raise LocalProtocolError(f"tokens[{position}]: expected an integer from 0 to {_MAX_TOKEN}")
 
 
-_TYPECODES: Final = MappingProxyType({array(code).itemsize: code for code in "qihb"})
-"""The signed array type of each size; its capital is the unsigned one."""
-
-
 def _packed_buffer(tokens: Any, view: memoryview) -> bytes:
     order, code = view.format[:-1], view.format[-1:]
     if view.ndim != 1:
@@ -167,13 +161,13 @@ def _packed_buffer(tokens: Any, view: memoryview) -> bytes:
             _refuse_range(tokens.tolist())
         packed: bytes = tokens.astype(">u4").tobytes()
         return packed
-    typecode = _TYPECODES[view.itemsize]
+    typecode = next(signed for signed in "bhiq" if array(signed).itemsize == view.itemsize)
     words = array(typecode.upper() if code.isupper() else typecode, view.tobytes())
     if order in (">", "!") if byteorder == "little" else order == "<":
         words.byteswap()
-    if words.typecode != _TYPECODES[_TOKEN_BYTES].upper():
-        return _packed_integers(words.tolist())
-    return _network_order(words)
+    if words.typecode in "IL" and words.itemsize == _TOKEN_BYTES:
+        return _network_order(words)
+    return _packed_integers(words.tolist())
 
 
 def _network_order(words: array[int]) -> bytes:

@@ -220,7 +220,7 @@ class IncomingBlock:
         self._octets = memoryview(bytearray(FIXED_BYTES)) if own is None else own
         self._staged = own is None
         self._acquire = acquire
-        self._expected = layer_digests
+        self._expected = None if layer_digests is None else tuple(layer_digests)
         self._sha256 = hashlib.sha256() if with_sha256 else None
         self._layer_hash = hashlib.sha256()
         self._digests: list[str] = []
@@ -334,26 +334,25 @@ class IncomingBlock:
 
     def _read_layers(self, events: list[BlockEvent]) -> None:
         assert self.header is not None
-        for layer in self.header.layers[len(self._digests) :]:
-            end = self._bounds[len(self._digests)][2]
-            upto = min(end, self._filled)
+        filled, digests = self._filled, self._digests
+        for layer in self.header.layers[len(digests) :]:
+            end = self._bounds[len(digests)][2]
+            upto = min(end, filled)
             if upto > self._hashed:
                 fresh = self._octets[self._hashed : upto]
                 self._layer_hash.update(fresh)
                 if self._sha256 is not None:
                     self._sha256.update(fresh)
                 self._hashed = upto
-            if self._filled < end:
+            if filled < end:
                 return
             digest = self._layer_hash.hexdigest()
             self._layer_hash = hashlib.sha256()
-            if self._expected is not None and (
-                layer >= len(self._expected) or digest != self._expected[layer]
-            ):
+            if self._expected is not None and self._expected[layer : layer + 1] != (digest,):
                 raise ContainerError(DIGEST_MISMATCH, f"layer {layer} does not match its digest")
-            self._digests.append(digest)
+            digests.append(digest)
             events.append(LayerArrived(layer, digest))
-        if self._filled > self.header.size_bytes:
+        if filled > self.header.size_bytes:
             raise ContainerError(BAD_REQUEST, "octets follow the end that the header states")
 
     def _refuse(self, error: ContainerError, events: list[BlockEvent]) -> None:

@@ -226,6 +226,8 @@ class HeaderReader:
     def _check_table(self, octets: memoryview, count: int) -> bool:
         """Check the lengths of the sections that are here; return whether all are."""
         fixed = self._section_bytes
+        if not self._sections and octets.nbytes >= self.header_bytes:
+            self._take_whole_table(octets, fixed)
         while len(self._sections) < count:
             start = FIXED_BYTES + ENTRY_BYTES * len(self._sections)
             left = self._room - self._used
@@ -243,6 +245,14 @@ class HeaderReader:
             self._sections.append((k_bytes, v_bytes))
             self._used += k_bytes + v_bytes
         return True
+
+    def _take_whole_table(self, octets: memoryview, fixed: int | None) -> None:
+        """Take a table that is here as a whole and right; any other is left to be read field by field."""
+        table = tuple(_ENTRY.iter_unpack(octets[FIXED_BYTES : self.header_bytes]))
+        total = self.header_bytes + sum(k_bytes + v_bytes for k_bytes, v_bytes in table)
+        fits = total == self._room if self._declared is not None else total <= self._room
+        if fits and (fixed is None or table.count((fixed, fixed)) == len(table)):
+            self._sections, self._used = list(table), total
 
     def _size_field(self, octets: memoryview, start: int, width: int, least: int, most: int) -> int | None:
         return _field(octets, start, width, least, most, self._size_problem, self._size_detail)
