@@ -75,7 +75,7 @@ def issue(
     """Issue a role's certificate from the authority in a folder: NAME.pem and NAME.key beside it.
 
     `uri` is the principal; the host of an ``https`` URI becomes a DNS or IP name, and `hosts` adds more.
-    `name` is the files' name, by default the host and path. A certificate of that name is replaced.
+    `name` is the files' name, by default host, port and path. A certificate of that name is replaced.
     """
     parts = urlsplit(uri)
     if parts.scheme not in ("https", "spiffe") or not parts.hostname:
@@ -108,7 +108,8 @@ def issue(
         )
         .sign(ca_key, hashes.SHA256())
     )
-    stem = name or "-".join([parts.hostname, *filter(None, parts.path.split("/"))])
+    port = [str(parts.port)] if parts.port else []
+    stem = name or "-".join([parts.hostname, *port, *filter(None, parts.path.split("/"))])
     if stem != Path(stem).name:
         raise PKIError(f"{stem!r} cannot be a file name; give --name a plain word")
     return _write(certificate, key, folder / f"{stem}.pem", folder / f"{stem}.key")

@@ -18,6 +18,7 @@ COMMANDS: Final = {
     "compat": "kvsp_services.cli.values:compat",
     "inspect": "kvsp_services.cli.values:inspect",
     "keys": "kvsp_services.cli.values:keys",
+    "pki": "kvsp_services.cli.pki:pki",
     "scope": "kvsp_services.cli.values:scope",
 }
 """The commands of this package. A module is imported when its command is asked for, so that ``kvsp``

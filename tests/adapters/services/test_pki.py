@@ -28,7 +28,7 @@ def test_a_role_certificate_carries_its_principal_and_its_address(tmp_path: Path
     authority = init_ca(tmp_path)
     issued = issue(tmp_path, uri=URI, hosts=["127.0.0.1", "localhost"])
     certificate = load(issued.certificate)
-    assert issued.certificate.name == "h1.example-kvsp.pem"
+    assert issued.certificate.name == "h1.example-8443-kvsp.pem"
     assert names(certificate).get_values_for_type(x509.UniformResourceIdentifier) == [URI]
     assert names(certificate).get_values_for_type(x509.DNSName) == ["h1.example", "localhost"]
     assert [str(a) for a in names(certificate).get_values_for_type(x509.IPAddress)] == ["127.0.0.1"]
