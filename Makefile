@@ -41,6 +41,11 @@ lint: $(STAMP)
 verify: $(STAMP)
 	KVSP_PROFILE=$(or $(filter long,$(KVSP_PROFILE)),verify) $(BIN)/python -m pytest -v -n $(JOBS) -m "model or verify" tests
 	$(BIN)/python fuzz/mutate.py $(MUTATIONS)
+	$(BIN)/python fuzz/run.py --seconds 10
+
+# TARGET=name picks one, SECONDS=n says how long each runs.
+fuzz: $(STAMP)
+	$(BIN)/python fuzz/run.py $(TARGET) --seconds $(or $(SECONDS),60)
 
 coverage: $(STAMP)
 	$(BIN)/python docs/tools/coverage.py

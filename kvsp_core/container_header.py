@@ -167,7 +167,7 @@ class HeaderReader:
         Raises `ContainerError` where it is not allowed.
         """
         if self._count is None:
-            token_count = self._check_fixed(octets)
+            token_count = self._check_prefixes(octets)
             if token_count is None:
                 return None
             self._count = int.from_bytes(octets[12:16], "big")
@@ -178,6 +178,17 @@ class HeaderReader:
         return ContainerHeader(
             codec=codec, first_layer=first_layer, token_count=token_count, sections=tuple(self._sections)
         )
+
+    def _check_prefixes(self, octets: memoryview) -> int | None:
+        """Check what precedes the table, giving the fault that a sender of single octets would be told first:
+        several bounds meet in one field, and which is exceeded first must not depend on the split.
+        """
+        try:
+            return self._check_fixed(octets)
+        except ContainerError:
+            for end in range(min(octets.nbytes, FIXED_BYTES)):
+                self._check_fixed(octets[:end])
+            raise
 
     def _check_fixed(self, octets: memoryview) -> int | None:
         """Check what precedes the table of lengths; return the token count once it is there."""
