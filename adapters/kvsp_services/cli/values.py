@@ -6,7 +6,7 @@ import hashlib
 import json
 import mmap
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import click
 
@@ -16,6 +16,7 @@ from kvsp_core.errors import KVSPError, LocalProtocolError
 from kvsp_core.identity import CompatibilityDescriptor
 from kvsp_core.registries import INITIAL_REGISTRIES
 from kvsp_services.files import read_scope
+from kvsp_services.model_dir import descriptor_of_directory
 
 __all__ = ["compat", "inspect", "keys", "scope"]
 
@@ -41,9 +42,32 @@ def _read_tokens(file: BinaryIO) -> list[int]:
 
 
 @click.command()
-@click.argument("descriptor", type=_DOCUMENT)
-def compat(descriptor: BinaryIO) -> None:
-    """Print the Compatibility ID of a DESCRIPTOR file (- for standard input)."""
+@click.argument("descriptor", type=_DOCUMENT, required=False)
+@click.option(
+    "--model-dir",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Derive the descriptor from a model's directory (config.json, *.safetensors, tokenizer.json).",
+)
+@click.option("--model", help="With --model-dir: the model string. Default: the directory's name.")
+@click.option(
+    "--block-tokens", type=click.IntRange(min=1), help="With --model-dir: tokens a block. Default: 16."
+)
+@click.option("--kv-dtype", help="With --model-dir: the cache's element type. Default: that of the weights.")
+def compat(descriptor: BinaryIO | None, model_dir: Path | None, **given: Any) -> None:
+    """Print the Compatibility ID of a DESCRIPTOR file (- for standard input).
+
+    With --model-dir it derives the descriptor of a model and prints that instead.
+    """
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if (descriptor is None) == (model_dir is None):
+        raise click.UsageError("Give either a DESCRIPTOR file or --model-dir.")
+    if model_dir is not None:
+        members = descriptor_of_directory(model_dir, **chosen).members()
+        click.echo(json.dumps(members, indent=2, ensure_ascii=False))
+        return
+    if chosen:
+        raise click.UsageError(f"--{next(iter(chosen)).replace('_', '-')} goes with --model-dir.")
+    assert descriptor is not None
     click.echo(_read_descriptor(descriptor).compat_id)
 
 

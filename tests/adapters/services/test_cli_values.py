@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -97,6 +98,69 @@ def test_inspect_for_programs(capfd: pytest.CaptureFixture[str]) -> None:
     assert shown["layers"][0]["digest"] == "4fe7b59af6de3b665b67788cc2f99892ab827efae3a467342b3bb4e3bc8e5bfe"
 
 
+def model_directory(directory: Path) -> Path:
+    model = directory / "tiny-model"
+    model.mkdir()
+    config = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "rope_theta": 100000.0,
+        "torch_dtype": "bfloat16",
+    }
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "b.safetensors").write_bytes(b"second")
+    (model / "a.safetensors").write_bytes(b"first")
+    (model / "kvsp-fp32.safetensors").write_bytes(b"derived")
+    (model / "tokenizer.json").write_bytes(b"words")
+    return model
+
+
+@pytest.mark.requirement("CD-3", "CD-7")
+def test_compat_derives_the_descriptor_of_a_model(capfd: pytest.CaptureFixture[str], directory: Path) -> None:
+    model_directory(directory)
+    status, said, _ = kvsp(capfd, "compat", "--model-dir", "tiny-model")
+    derived = json.loads(said)
+    assert status == 0
+    assert derived["model"] == "tiny-model"
+    assert derived["model_digest"] == "sha-256:" + hashlib.sha256(b"firstsecond").hexdigest()
+    assert derived["tokenizer_digest"] == "sha-256:" + hashlib.sha256(b"words").hexdigest()
+    assert (derived["positional"], derived["kv_dtype"]) == ("rope;theta=100000", "bf16")
+    assert derived["block_tokens"] == 16
+    (directory / "derived.json").write_text(said)
+    assert kvsp(capfd, "compat", "derived.json")[0] == 0
+
+
+def test_what_a_model_is_used_with_is_part_of_its_descriptor(
+    capfd: pytest.CaptureFixture[str], directory: Path
+) -> None:
+    model_directory(directory)
+    options = ("--model", "org/tiny", "--block-tokens", "32", "--kv-dtype", "fp16")
+    derived = json.loads(kvsp(capfd, "compat", "--model-dir", "tiny-model", *options)[1])
+    assert (derived["model"], derived["block_tokens"], derived["kv_dtype"]) == ("org/tiny", 32, "fp16")
+
+
+@pytest.mark.requirement("CD-3")
+def test_an_index_says_which_files_are_weights(capfd: pytest.CaptureFixture[str], directory: Path) -> None:
+    model = model_directory(directory)
+    index = {"weight_map": {"x": "b.safetensors", "y": "b.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    derived = json.loads(kvsp(capfd, "compat", "--model-dir", "tiny-model")[1])
+    assert derived["model_digest"] == "sha-256:" + hashlib.sha256(b"second").hexdigest()
+
+
+@pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "*.safetensors"])
+def test_an_incomplete_model_is_named(
+    capfd: pytest.CaptureFixture[str], directory: Path, missing: str
+) -> None:
+    for path in model_directory(directory).glob(missing):
+        path.unlink()
+    status, _, complained = kvsp(capfd, "compat", "--model-dir", "tiny-model")
+    assert status == 1
+    assert missing in complained
+
+
 REFUSALS = {
     "a descriptor that is wrong": (("compat", "wrong.json"), "layers"),
     "a descriptor that is no JSON": (("compat", "block"), "block"),
@@ -122,6 +186,8 @@ WRONG_CALLS = {
     "a missing argument": ("compat",),
     "a file that is not there": ("compat", "nowhere.json"),
     "an unknown option": ("scope", "--loud"),
+    "an option without what it goes with": ("compat", "descriptor.json", "--block-tokens", "8"),
+    "two ways at once": ("compat", "descriptor.json", "--model-dir", "."),
 }
 
 

@@ -1,0 +1,70 @@
+"""The Compatibility Descriptor of a model directory of the Hugging Face kind (requirements CD-3 and CD-7)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from kvsp_core.errors import LocalProtocolError
+from kvsp_core.identity import CompatibilityDescriptor
+from kvsp_core.model_config import derive_descriptor
+from kvsp_services.files import file_pieces
+
+__all__ = ["DEFAULT_BLOCK_TOKENS", "descriptor_of_directory", "weight_files"]
+
+DEFAULT_BLOCK_TOKENS: Final = 16
+_INDEX: Final = "model.safetensors.index.json"
+_DERIVED: Final = "kvsp-"
+"""Files that `kvsp model prepare` derives from the weights begin so; they are no weight files."""
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Return the weight files: those its index names, or every safetensors file."""
+    index = directory / _INDEX
+    if index.exists():
+        names = _object(index).get("weight_map")
+        if not isinstance(names, Mapping) or not names:
+            raise LocalProtocolError(f"{index} names no weight files in weight_map")
+        return [directory / str(name) for name in sorted(set(names.values()))]
+    found = sorted(p for p in directory.glob("*.safetensors") if not p.name.startswith(_DERIVED))
+    if not found:
+        raise LocalProtocolError(f"{directory} has no *.safetensors files; name the directory of a model")
+    return found
+
+
+def descriptor_of_directory(
+    directory: Path,
+    *,
+    model: str | None = None,
+    block_tokens: int = DEFAULT_BLOCK_TOKENS,
+    kv_dtype: str | None = None,
+) -> CompatibilityDescriptor:
+    """Return the descriptor of the model in a directory; its files are read once, in pieces.
+
+    `model` is by default the name of the directory. All parties have to use the same (CD-8), and the same
+    `block_tokens` and `kv_dtype`.
+    """
+    tokenizer = directory / "tokenizer.json"
+    for path in (directory / "config.json", tokenizer):
+        if not path.is_file():
+            raise LocalProtocolError(f"{directory} has no {path.name}; name the directory of a model")
+    return derive_descriptor(
+        _object(directory / "config.json"),
+        model=model if model is not None else directory.resolve().name,
+        weights={path.name: file_pieces(path) for path in weight_files(directory)},
+        tokenizer=file_pieces(tokenizer),
+        block_tokens=block_tokens,
+        kv_dtype=kv_dtype,
+    )
+
+
+def _object(path: Path) -> Mapping[str, object]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise LocalProtocolError(f"{path}: not JSON: {error}") from None
+    if not isinstance(found, Mapping):
+        raise LocalProtocolError(f"{path}: expected a JSON object")
+    return found
