@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Final, NoReturn
 import attrs
 import rfc8785
 
-from kvsp_core.errors import LocalProtocolError, RemoteProtocolError
-from kvsp_core.limits import MAX_BASE_URI_CHARS
+from kvsp_core.errors import LimitExceeded, LocalProtocolError, RemoteProtocolError
+from kvsp_core.limits import MAX_BASE_URI_CHARS, MAX_DESCRIPTOR_BYTES
 from kvsp_core.registries import INITIAL_REGISTRIES, Registries
 from kvsp_core.strict_json import Json, frozen_json, kind_of, strict_json, thawed_json
 
@@ -42,15 +42,11 @@ MIN_SCOPE_KEY_BYTES: Final = 32
 _DIGEST = re.compile(r"sha-256:[0-9a-f]{64}")
 _BASE_URI = re.compile(
     r"https://(?P<host>[A-Za-z0-9][A-Za-z0-9._~-]*|\[[0-9A-Fa-f:.]+\])(?::(?P<port>[1-9][0-9]{0,4}))?"
-    r"(?P<path>/(?:(?:[A-Za-z0-9._~!$&'()*+,;=:@-]|%[0-9A-Fa-f]{2})+/)*)"
+    r"(?P<path>/(?:(?:[A-Za-z0-9._~!$&'()*+,;=:@-]|%[0-9A-Fa-f]{2})*/)*)"
 )
 
 
 # Compatibility Descriptors ------------------------------------------------------------------------
-
-
-def _other_members(members: Mapping[str, Json]) -> Mapping[str, Json]:
-    return MappingProxyType({name: frozen_json(value, name) for name, value in members.items()})
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -62,8 +58,9 @@ class CompatibilityDescriptor:
     as they came. `registries` says which element types and positional encodings are known; it is no part of
     the identity. Descriptors are equal, and hash equal, when their Compatibility IDs are.
 
-    Raises `LocalProtocolError`, naming the member, for a value the protocol does not allow. Documents that
-    come from elsewhere are read with `from_json` or `from_members`.
+    Raises `LocalProtocolError`, naming the member, for a value the protocol does not allow, and
+    `LimitExceeded` beyond `MAX_DESCRIPTOR_BYTES`. Documents that come from elsewhere are read with
+    `from_json` or `from_members`.
     """
 
     model: str
@@ -83,17 +80,23 @@ class CompatibilityDescriptor:
     compat_id: str = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
+        known = {name: getattr(self, name) for name in _MEMBERS}
+        if self.adapters != ():
+            known["adapters"] = self.adapters
         try:
-            kept = _other_members(self.other_members)
-            members = {name: getattr(self, name) for name in _MEMBERS} | dict(kept)
-            if self.adapters != ():
-                members["adapters"] = list(self.adapters)
+            others = _frozen_members(self.other_members)
+            members = _frozen_members(known | others)
             _check_members(members, self.registries)
         except RemoteProtocolError as error:
             raise LocalProtocolError(str(error)) from None
+        if not others.keys().isdisjoint((*_MEMBERS, "adapters")):
+            raise LocalProtocolError("other_members: holds a member that is known; give it by its own name")
         canonical = rfc8785.dumps(thawed_json(members))  # type: ignore[arg-type]
+        if len(canonical) > MAX_DESCRIPTOR_BYTES:
+            raise LimitExceeded(f"a descriptor has at most {MAX_DESCRIPTOR_BYTES} octets")
         set_field = object.__setattr__
-        set_field(self, "other_members", kept)
+        set_field(self, "adapters", members.get("adapters", ()))
+        set_field(self, "other_members", MappingProxyType(others))
         set_field(self, "canonical_json", canonical)
         set_field(self, "compat_id", hashlib.sha256(b"KVSP-COMPAT-1\0" + canonical).hexdigest())
 
@@ -117,12 +120,10 @@ class CompatibilityDescriptor:
 
         Raises `RemoteProtocolError`, naming the member, where one is missing or wrong.
         """
-        if not isinstance(members, Mapping):
-            raise RemoteProtocolError(f"a descriptor is a JSON object, found {kind_of(members)}")
-        frozen = {name: frozen_json(value, name) for name, value in members.items()}
-        _check_members(frozen, registries)
-        known = {name: frozen.pop(name) for name in (*_MEMBERS, "adapters") if name in frozen}
-        return cls(**known, other_members=frozen, registries=registries)  # type: ignore[arg-type]
+        others = _frozen_members(members)
+        _check_members(others, registries)
+        known = {name: others.pop(name) for name in (*_MEMBERS, "adapters") if name in others}
+        return cls(**known, other_members=others, registries=registries)  # type: ignore[arg-type]
 
     def members(self) -> dict[str, Json]:
         """Return the JSON object of this descriptor, newly made: what `from_members` reads."""
@@ -154,6 +155,14 @@ _TEXTS: Final = ("model", "kv_dtype", "positional", "layout")
 _DIGESTS: Final = ("model_digest", "tokenizer_digest")
 _SIZES: Final = ("layers", "kv_heads", "head_dim", "block_tokens")
 _MEMBERS: Final = (*_TEXTS, *_DIGESTS, *_SIZES)
+
+
+def _frozen_members(members: object) -> dict[str, Json]:
+    if not isinstance(members, Mapping):
+        raise RemoteProtocolError(f"a descriptor is a JSON object, found {kind_of(members)}")
+    frozen = frozen_json(members)
+    assert isinstance(frozen, Mapping)
+    return dict(frozen)
 
 
 def _check_members(members: Mapping[str, object], registries: Registries) -> None:

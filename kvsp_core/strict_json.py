@@ -78,7 +78,7 @@ def _refuse_constant(name: str) -> NoReturn:
     raise RemoteProtocolError(f"{name} is not JSON")
 
 
-def frozen_json(value: object, member: str, depth: int = 1) -> Json:
+def frozen_json(value: object, member: str = "", depth: int = 1) -> Json:
     """Return an immutable copy of a JSON value.
 
     Raises `RemoteProtocolError`, naming the place, where the value has no canonical form.
@@ -99,8 +99,9 @@ def frozen_json(value: object, member: str, depth: int = 1) -> Json:
         case list() | tuple():
             return tuple(frozen_json(item, f"{member}[{i}]", depth + 1) for i, item in enumerate(value))
         case Mapping() if all(isinstance(name, str) and _is_unicode(name) for name in value):
+            path = f"{member}." if member else ""
             return MappingProxyType(
-                {name: frozen_json(item, f"{member}.{name}", depth + 1) for name, item in value.items()}
+                {name: frozen_json(item, path + name, depth + 1) for name, item in value.items()}
             )
         case float() | str() | Mapping():
             raise RemoteProtocolError("holds a number or a text that JSON cannot carry", member=member)
