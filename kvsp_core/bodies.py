@@ -1,0 +1,140 @@
+"""Records and messages as JSON octets, both ways.
+
+Reading is tolerant where the protocol says so (unknown members are ignored, of a repeated name the last
+value counts) and strict in everything else. Every fault is a `RemoteProtocolError` that names the member by
+its path in the document. Writing gives the same octets for equal values: members in the order of the class.
+Requirement RR-1; decisions W3 and W4.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final, TypeVar
+
+import attrs
+import msgspec
+
+from kvsp_core.errors import RemoteProtocolError
+from kvsp_core.validation import InvalidValue, Parameters
+
+__all__ = ["decode", "encode", "from_members", "members_of"]
+
+T = TypeVar("T")
+
+
+# Reading ----------------------------------------------------------------------------------------------------
+
+
+def decode(kind: type[T], octets: bytes | bytearray | memoryview) -> T:
+    """Return the record or message of this class that a JSON document holds.
+
+    Raises `RemoteProtocolError`, naming the member, where the document is not JSON, a member is missing, or
+    one has a value that is not allowed.
+    """
+    try:
+        return msgspec.json.decode(octets, type=kind)
+    except msgspec.ValidationError as error:
+        # Of a repeated name the last value counts, and the fault may be in an earlier one.
+        try:
+            members = msgspec.json.decode(octets)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            raise _invalid(error) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _malformed(error) from None
+    return from_members(kind, members)
+
+
+def from_members(kind: type[T], members: object) -> T:
+    """Return the record or message of this class with the members of a parsed JSON object.
+
+    Raises `RemoteProtocolError`, naming the member, where one is missing or not allowed.
+    """
+    try:
+        return msgspec.convert(members, type=kind)
+    except msgspec.ValidationError as error:
+        raise _invalid(error) from None
+    except RecursionError as error:
+        raise _malformed(error) from None
+
+
+def _malformed(error: Exception) -> RemoteProtocolError:
+    if isinstance(error, RecursionError):
+        return RemoteProtocolError("the document nests too deep; nothing in KVSP nests as deep")
+    return RemoteProtocolError(f"not a JSON document: {str(error).removeprefix('JSON is malformed: ')}")
+
+
+_PLACE: Final = re.compile(r"(?P<fault>.*?)(?: - at `(?P<key>key in )?\$(?P<path>.*)`)?", re.DOTALL)
+_MISSING: Final = re.compile(r"Object missing required field `(?P<name>.*)`")
+_MISTYPED: Final = re.compile(r"Expected `(?P<expected>[^`]*)`(?P<more>[^`]*), got `?(?P<found>[^`]*)`?")
+
+
+def _invalid(error: msgspec.ValidationError) -> RemoteProtocolError:
+    """Return the error in our words: the path, what was found (never a value) and what was expected."""
+    place = _PLACE.fullmatch(str(error))
+    fault, path = (place["fault"], place["path"] or "") if place else (str(error), "")
+    path = path.removeprefix(".")
+    if isinstance(error.__cause__, InvalidValue):
+        return RemoteProtocolError(error.__cause__.detail, member=_join(path, error.__cause__.member))
+    if missing := _MISSING.fullmatch(fault):
+        return RemoteProtocolError("is missing", member=_join(path, missing["name"]))
+    if mistyped := _MISTYPED.fullmatch(fault):
+        expected = " or ".join(_words(kind) for kind in mistyped["expected"].split(" | "))
+        return RemoteProtocolError(
+            f"expected {expected}{mistyped['more']}, found {_words(mistyped['found'])}", member=path
+        )
+    return RemoteProtocolError(fault[:1].lower() + fault[1:], member=path)
+
+
+def _join(path: str, member: str) -> str:
+    return f"{path}.{member}" if path and member and member[0] != "[" else path + member
+
+
+def _words(kind: str) -> str:
+    match kind:
+        case "int":
+            return "an integer"
+        case "float":
+            return "a number with a fraction or exponent"
+        case "str":
+            return "a string"
+        case "bool":
+            return "true or false"
+        case "array" | "object":
+            return f"an {kind}"
+        case _:
+            return kind
+
+
+# Writing ----------------------------------------------------------------------------------------------------
+
+
+def encode(value: object) -> bytes:
+    """Return the JSON octets of a record or message; equal values give the same octets."""
+    return msgspec.json.encode(members_of(value))
+
+
+def members_of(value: object) -> dict[str, Any]:
+    """Return the JSON object of a record or message, newly made, members in the order of its class.
+
+    A member that is absent (None) is left out, unless the protocol has a null for it; a member of our own
+    that is empty is left out too.
+    """
+    members = {}
+    for attribute in type(value).__attrs_attrs__:  # type: ignore[attr-defined]
+        name = attribute.name
+        item = getattr(value, name)
+        if item is None:
+            if "null" not in attribute.metadata:
+                continue
+        elif item == () and "omit_empty" in attribute.metadata:
+            continue
+        members[name] = _plain(item)
+    return members
+
+
+def _plain(item: object) -> object:
+    if isinstance(item, tuple):
+        return [_plain(element) for element in item] if item and attrs.has(type(item[0])) else item
+    if isinstance(item, Parameters):
+        return item.thawed()
+    return members_of(item) if attrs.has(type(item)) else item
