@@ -34,11 +34,17 @@ def decode(kind: type[T], octets: bytes | bytearray | memoryview) -> T:
     try:
         return msgspec.json.decode(octets, type=kind)
     except msgspec.ValidationError as error:
-        # Of a repeated name the last value counts, and the fault may be in an earlier one.
-        try:
-            members = msgspec.json.decode(octets)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            raise _invalid(error) from None
+        return _decode_last_values(kind, octets, error)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _malformed(error) from None
+
+
+def _decode_last_values(kind: type[T], octets: bytes | bytearray | memoryview, first: Exception) -> T:
+    """Decode once more what had a fault: of a repeated name the last value counts, and it may be sound."""
+    try:
+        members = msgspec.json.decode(octets)
+    except msgspec.ValidationError:  # a number no reader takes; the first error knows its name
+        raise _invalid(first) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _malformed(error) from None
     return from_members(kind, members)
@@ -68,7 +74,7 @@ _MISSING: Final = re.compile(r"Object missing required field `(?P<name>.*)`")
 _MISTYPED: Final = re.compile(r"Expected `(?P<expected>[^`]*)`(?P<more>[^`]*), got `?(?P<found>[^`]*)`?")
 
 
-def _invalid(error: msgspec.ValidationError) -> RemoteProtocolError:
+def _invalid(error: Exception) -> RemoteProtocolError:
     """Return the error in our words: the path, what was found (never a value) and what was expected."""
     place = _PLACE.fullmatch(str(error))
     fault, path = (place["fault"], place["path"] or "") if place else (str(error), "")
