@@ -232,9 +232,9 @@ class Llama:
         low = first // TILE * TILE
         tiles = -(-(first + count - low) // TILE)
         offset = first - low
-        x = np.zeros((tiles * TILE, config.hidden), np.float32)
-        x[offset : offset + count] = self._weight("model.embed_tokens")[np.asarray(tokens)]
-        x = x.reshape(tiles, TILE, config.hidden)
+        embedded = np.zeros((tiles * TILE, config.hidden), np.float32)
+        embedded[offset : offset + count] = self._weight("model.embed_tokens")[np.asarray(tokens)]
+        x: Array = embedded.reshape(tiles, TILE, config.hidden)
         positions = np.arange(low, low + tiles * TILE)
         for layer in range(config.layers):
             prefix = f"model.layers.{layer}."

@@ -130,7 +130,8 @@ def prepare_tiny(directory: Path, *, seed: int = 1, layers: int = 2, context: in
     random = np.random.Generator(np.random.PCG64(seed))
 
     def matrix(rows: int, columns: int) -> npt.NDArray[np.float32]:
-        return (random.standard_normal((rows, columns)) / np.sqrt(columns)).astype(np.float32)
+        values: npt.NDArray[np.float32] = random.standard_normal((rows, columns)).astype(np.float32)
+        return values / np.float32(np.sqrt(columns))
 
     weights: Weights = {
         "model.embed_tokens.weight": matrix(vocabulary, hidden) * np.float32(4),

@@ -27,6 +27,12 @@ def check_sampler(sampler: Sampler) -> None:
         raise LocalProtocolError(f"sampler method is not one of {', '.join(METHODS)}")
     if sampler.method == "top-p":
         _top_p_parameters(sampler.params)
+    most = sampler.params.get("max_tokens", 1)
+    if isinstance(most, bool) or not isinstance(most, int) or most < 0:
+        raise LocalProtocolError("sampler.params.max_tokens must be a number of tokens")
+    stop = sampler.params.get("stop", ())
+    if not isinstance(stop, list | tuple) or not all(type(token) is int for token in stop):
+        raise LocalProtocolError("sampler.params.stop must be an array of tokens")
 
 
 def draw(logits: npt.NDArray[np.float32], sampler: Sampler, step: int) -> int:

@@ -21,8 +21,10 @@ from kvsp_core.errors import KVSPError
 
 __all__ = ["MAPPED_FILE", "LlamaConfig", "ModelError", "load_config", "map_weights"]
 
-MAPPED_FILE: Final = "kvsp-fp32.safetensors"
-"""A derived file beside the model's own: the same weights in fp32, ready to be mapped."""
+MAPPED_FILE: Final = "kvsp-fp32.mapped"
+"""A derived file beside the model's own: the same weights in fp32, ready to be mapped.
+
+It has another ending, since every *.safetensors file belongs to the model and its digest."""
 
 _DTYPES: Final[Mapping[str, Any]] = {
     "F32": np.dtype(np.float32),

