@@ -37,6 +37,10 @@ class TextCodec:
         text = self._template.render(messages=messages, add_generation_prompt=True, **self._variables)
         return self.encode(text)
 
+    def stream(self) -> TextStream:
+        """Return a stream that turns the tokens of one answer into text."""
+        return TextStream(self)
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, special tokens left out."""
         return str(self._tokenizer.decode(list(tokens)))

@@ -1,0 +1,213 @@
+"""The OpenAI-compatible API, used with OpenAI's own client over an in-memory transport."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from kvsp_services.openai_api import (
+    Ended,
+    Failed,
+    GenerationEvent,
+    GenerationRequest,
+    Started,
+    TextSink,
+    Token,
+    make_app,
+)
+
+ANSWER = "Paris, of course."
+
+
+class Letters:
+    """A tokenizer whose tokens are code points."""
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(map(ord, text))
+
+    def encode_chat(self, messages: Any) -> tuple[int, ...]:
+        return self.encode("".join(f"{m['role']}:{m['content']};" for m in messages))
+
+    def stream(self) -> TextSink:
+        return LetterSink()
+
+
+class LetterSink:
+    def push(self, token: int) -> str:
+        return chr(token)
+
+    def finish(self) -> str:
+        return ""
+
+
+class Backend:
+    """Plays events, and remembers what it was asked and whether it was left early."""
+
+    def __init__(self, *events: GenerationEvent) -> None:
+        self.events = events or (Started(3), *(Token(ord(c)) for c in ANSWER), Ended("stop"))
+        self.asked: list[GenerationRequest] = []
+        self.played = 0
+
+    @asynccontextmanager
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[AsyncIterator[GenerationEvent]]:
+        self.asked.append(request)
+
+        async def play() -> AsyncIterator[GenerationEvent]:
+            for event in self.events:
+                self.played += 1
+                yield event
+
+        yield play()
+
+
+def talk(backend: Backend, use: Callable[[openai.AsyncOpenAI], Awaitable[Any]]) -> Any:
+    async def run() -> Any:
+        app = make_app(model="m", text=Letters(), generate=backend.generate, context_tokens=100)
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport) as http:
+            client = openai.AsyncOpenAI(
+                api_key="-", base_url="http://test/v1", http_client=http, max_retries=0
+            )
+            return await use(client)
+
+    return asyncio.run(run())
+
+
+def test_a_conversation_is_answered_whole() -> None:
+    backend = Backend()
+    answer = talk(
+        backend,
+        lambda client: client.chat.completions.create(
+            model="m",
+            messages=[{"role": "user", "content": "Capital of France?"}],
+            temperature=0,
+            max_tokens=30,
+        ),
+    )
+    assert answer.choices[0].message.content == ANSWER
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.completion_tokens == len(ANSWER)
+    assert answer.usage.prompt_tokens_details.cached_tokens == 3
+    (asked,) = backend.asked
+    assert asked.method == "greedy"
+    assert asked.params == {"max_tokens": 30}
+    assert bytes(asked.prompt) == b"user:Capital of France?;"
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_an_answer_is_streamed_with_usage_at_the_end(chat: bool) -> None:
+    backend = Backend()
+
+    async def use(client: openai.AsyncOpenAI) -> tuple[str, Any]:
+        common: dict[str, Any] = {"model": "m", "stream": True, "stream_options": {"include_usage": True}}
+        if chat:
+            messages: Any = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+            stream = await client.chat.completions.create(messages=messages, **common)
+        else:
+            stream = await client.completions.create(prompt="Hi", **common)
+        text, last = "", None
+        async for chunk in stream:
+            for choice in chunk.choices:
+                text += (choice.delta.content if chat else choice.text) or ""
+            last = chunk
+        return text, last
+
+    text, last = talk(backend, use)
+    assert text == ANSWER
+    assert last.usage.total_tokens == len(backend.asked[0].prompt) + len(ANSWER)
+    assert backend.asked[0].method == "top-p"
+    assert backend.asked[0].params["p"] == 1
+
+
+@pytest.mark.parametrize("stop", [",", ["of c", "zzz"], ["ris"]])
+def test_text_stops_before_a_stop_string_and_the_generation_is_left(stop: str | list[str]) -> None:
+    backend = Backend()
+    answer = talk(backend, lambda client: client.completions.create(model="m", prompt="x", stop=stop))
+    first = stop if isinstance(stop, str) else stop[0]
+    assert answer.choices[0].text == ANSWER[: ANSWER.index(first)]
+    assert answer.choices[0].finish_reason == "stop"
+    assert backend.played < len(backend.events)
+
+
+def test_what_could_have_become_a_stop_string_is_given_in_the_end() -> None:
+    answer = talk(Backend(), lambda client: client.completions.create(model="m", prompt="x", stop="e.!"))
+    assert answer.choices[0].text == ANSWER
+
+
+def test_the_prompt_may_be_tokens_and_the_seed_is_kept() -> None:
+    backend = Backend()
+    talk(backend, lambda client: client.completions.create(model="m", prompt=[5, 6], seed=7, top_p=0.5))
+    assert backend.asked[0].prompt == (5, 6)
+    assert backend.asked[0].seed == 7
+    assert backend.asked[0].params["p"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("members", "says"),
+    [
+        ({"model": "other"}, "no such model"),
+        ({"n": 2}, "n is not supported"),
+        ({"logprobs": 3}, "logprobs is not supported"),
+        ({"prompt": ""}, "prompt must be"),
+        ({"prompt": ["a"]}, "prompt must be"),
+        ({"prompt": "x" * 100}, "the prompt has 100 tokens"),
+        ({"max_tokens": 0}, "max_tokens must be"),
+        ({"max_tokens": True}, "max_tokens must be"),
+        ({"max_tokens": 2.5}, "max_tokens must be a whole number"),
+        ({"temperature": 3}, "temperature must be"),
+        ({"top_p": "1"}, "top_p must be"),
+        ({"stop": ["a"] * 5}, "stop must be"),
+        ({"stop": [""]}, "stop must be"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(members: dict[str, Any], says: str) -> None:
+    backend = Backend()
+
+    async def use(client: openai.AsyncOpenAI) -> None:
+        await client.completions.create(**({"model": "m", "prompt": "x"} | members))
+
+    with pytest.raises(openai.APIStatusError, match=says) as error:
+        talk(backend, use)
+    assert 400 <= error.value.status_code < 500
+    assert backend.asked == []
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_generation_that_fails_is_an_error(stream: bool) -> None:
+    backend = Backend(Failed(503, "no instance is ready; try again"))
+
+    async def use(client: openai.AsyncOpenAI) -> None:
+        await client.completions.create(model="m", prompt="x", stream=stream)
+
+    with pytest.raises(openai.InternalServerError, match="no instance is ready"):
+        talk(backend, use)
+
+
+def test_a_stream_that_breaks_off_says_so() -> None:
+    async def use(client: openai.AsyncOpenAI) -> None:
+        async for _ in await client.completions.create(model="m", prompt="x", stream=True):
+            pass
+
+    with pytest.raises(openai.APIError, match="broke off"):
+        talk(Backend(Started(0), Token(65)), use)
+
+
+@pytest.mark.parametrize("body", [b"{", b"[]", b"[" * 100000])
+def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
+    async def run() -> httpx.Response:
+        app = make_app(model="m", text=Letters(), generate=Backend().generate, context_tokens=100)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://t") as http:
+            return await http.post("/v1/completions", content=body)
+
+    assert asyncio.run(run()).status_code == 400
+
+
+def test_the_model_is_listed() -> None:
+    models = talk(Backend(), lambda client: client.models.list())
+    assert [model.id for model in models.data] == ["m"]
