@@ -1,0 +1,141 @@
+"""Blocks in tiers: what a tier is to a loop, and the tier in host memory.
+
+A tier stores the sections of whole blocks and gives back all of them or those of a range of layers. A role
+asks by `Store`, `ReadBlock`, `Drop` and `Load`; the methods here block, and a loop calls them in threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import attrs
+
+from kvsp_core.container_header import ContainerHeader
+from kvsp_core.errors import KVSPError
+from kvsp_core.roles.role import BlockName, JobFault, StoredBlock
+
+__all__ = ["BlockFault", "BlockTier", "MemoryTier", "part_of"]
+
+
+class BlockFault(KVSPError):
+    """A tier could not do what it was asked; `fault` says why, in the role's words."""
+
+    def __init__(self, fault: JobFault) -> None:
+        super().__init__(f"block storage: {fault.value}")
+        self.fault = fault
+
+
+class BlockTier(Protocol):
+    """A class of storage at a holder, as the loop sees it. Its methods may be called from several threads."""
+
+    def store(self, block: StoredBlock, data: memoryview) -> bool:
+        """Keep a block, K and V sections in order, replacing what is there; raises `BlockFault`.
+
+        Returns whether the tier keeps `data` itself, which may then never be written to again.
+        """
+        ...
+
+    def read(
+        self, name: BlockName, layers: tuple[int, int] | None, acquire: Callable[[int], memoryview]
+    ) -> tuple[StoredBlock, memoryview]:
+        """Return a block, its header that of these layers (all, where None), and their sections in order.
+
+        The sections are in memory from `acquire(size)` or in the tier's own, and are not to be written to.
+        Digests are those of the whole block. Raises `BlockFault`.
+        """
+        ...
+
+    def drop(self, name: BlockName) -> None:
+        """Remove a block, if it is there."""
+        ...
+
+    def catalogue(self) -> tuple[StoredBlock, ...]:
+        """Return what the tier holds, as far as it is whole; called once, before anything else."""
+        ...
+
+    def purge(self, scope_id: str) -> int:
+        """Remove every block of a scope and return how many there were."""
+        ...
+
+    def expire(self) -> int:
+        """Remove what is past its retention and return how many blocks that were."""
+        ...
+
+    def close(self) -> None:
+        """Stop in order."""
+        ...
+
+
+def part_of(header: ContainerHeader, layers: tuple[int, int] | None) -> tuple[ContainerHeader, int, int]:
+    """Return the header of these layers, the number of the first among the sections, and the octets
+    before."""
+    if layers is None:
+        return header, 0, 0
+    first, last = layers[0] - header.first_layer, layers[1] - header.first_layer
+    if not 0 <= first <= last < len(header.sections):
+        raise BlockFault(JobFault.MISSING)
+    part = attrs.evolve(header, first_layer=layers[0], sections=header.sections[first : last + 1])
+    return part, first, sum(map(sum, header.sections[:first]))
+
+
+class MemoryTier:
+    """Blocks in host memory, at most `capacity_bytes` of sections. It keeps the memory it is given."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self._capacity_bytes = capacity_bytes
+        self._blocks: dict[BlockName, tuple[StoredBlock, memoryview]] = {}
+        self._lock = threading.Lock()
+        self.used_bytes = 0
+
+    def store(self, block: StoredBlock, data: memoryview) -> bool:
+        """Keep a block in the memory it comes in."""
+        with self._lock:
+            held = self._blocks.get(block.name)
+            added = data.nbytes - (held[1].nbytes if held else 0)
+            if self.used_bytes + added > self._capacity_bytes:
+                raise BlockFault(JobFault.FULL)
+            self.used_bytes += added
+            self._blocks[block.name] = (block, data.toreadonly())
+        return True
+
+    def read(
+        self, name: BlockName, layers: tuple[int, int] | None, acquire: Callable[[int], memoryview]
+    ) -> tuple[StoredBlock, memoryview]:
+        """Return a block and its sections where they are."""
+        held = self._blocks.get(name)
+        if held is None:
+            raise BlockFault(JobFault.MISSING)
+        block, data = held
+        part, _, start = part_of(block.header, layers)
+        return attrs.evolve(block, header=part), data[start : start + part.data_bytes]
+
+    def drop(self, name: BlockName) -> None:
+        """Remove a block, if it is there."""
+        with self._lock:
+            if held := self._blocks.pop(name, None):
+                self.used_bytes -= held[1].nbytes
+
+    def catalogue(self) -> tuple[StoredBlock, ...]:
+        """Return what the tier holds."""
+        with self._lock:
+            return tuple(block for block, _ in self._blocks.values())
+
+    def purge(self, scope_id: str) -> int:
+        """Remove every block of a scope and return how many there were."""
+        with self._lock:
+            doomed = [name for name in self._blocks if name.scope_id == scope_id]
+        for name in doomed:
+            self.drop(name)
+        return len(doomed)
+
+    def expire(self) -> int:
+        """Remove nothing: what is in memory goes with the process."""
+        return 0
+
+    def close(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._blocks.clear()
+            self.used_bytes = 0
