@@ -308,10 +308,9 @@ class Parameters(Mapping[str, Any]):
 
     def __init__(self, members: Mapping[str, Any] = MappingProxyType({}), member: str = "") -> None:
         try:
-            frozen = frozen_json(members, "")
+            frozen = frozen_json(members, member)
         except RemoteProtocolError as error:
-            path = member + error.member if error.member else member
-            raise fail(error.detail.replace("a descriptor nests", "a member nests"), path) from None
+            raise fail(error.detail, error.member or member) from None
         if not isinstance(frozen, Mapping):
             raise fail(f"expected an object, found {kind_of(members)}", member)
         self.__attrs_init__(frozen, msgspec.json.encode(thawed_json(frozen), order="sorted"))
