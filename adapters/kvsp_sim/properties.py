@@ -1,0 +1,694 @@
+"""The safety properties of KVSP, each written once, for model tests, explorer and simulator alike.
+
+A property sees **facts**: what was said in a message, written to durable storage, delivered to a user,
+drawn or loaded by an engine. It never sees inside a role. It raises `Violation` at the first fact that
+breaks it::
+
+    leases = LeasesHold(quota_bytes=4096)
+    leases.observe(
+        LeaseGranted(holder="h", lease="1", client="c", blocks=(("b", 64),), now_ms=0, until_ms=10)
+    )
+    leases.observe(BlockEvicted(holder="h", block="b", now_ms=10))  # Violation: leases_hold: ...
+
+`Properties` holds one of each and passes every fact to those that want it. All of them can be frozen into a
+hashable value, times as what remains of them. Names, blocks and histories are opaque and only compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Hashable, Mapping
+from typing import ClassVar, Final, NoReturn
+
+import attrs
+
+from kvsp_sim.facts import (
+    BlockEvicted,
+    CheckpointAcknowledged,
+    DecisionSent,
+    DecisionTaken,
+    Disclosed,
+    Fact,
+    HolderRestarted,
+    IndexRestarted,
+    LayersUsed,
+    LeaseGranted,
+    LeaseReleased,
+    LeaseRenewed,
+    LineSeen,
+    MemberRestarted,
+    OutputEnded,
+    PlanAccepted,
+    PlanSent,
+    RangeDropped,
+    RangeLoaded,
+    Ranges,
+    RecordReturned,
+    RecordTaken,
+    RecordWithdrawn,
+    SessionClosed,
+    SessionOwned,
+    SessionResumed,
+    SessionUnknown,
+    StatusAcknowledged,
+    StepServed,
+    StreamOpened,
+    TokenDelivered,
+    TokenDrawn,
+    WithdrawalSent,
+)
+
+__all__ = [
+    "AcknowledgedIsKept",
+    "IndexIsCurrent",
+    "LeasesHold",
+    "OneOwner",
+    "OneSample",
+    "OnlyVerifiedBlocks",
+    "Properties",
+    "Property",
+    "ScopesHold",
+    "SessionsAreFenced",
+    "Violation",
+    "extend_history",
+]
+
+
+class Violation(AssertionError):
+    """A safety property does not hold: its name, and which facts contradict each other."""
+
+    def __init__(self, name: str, explanation: str) -> None:
+        super().__init__(f"{name}: {explanation}")
+        self.name = name
+        self.explanation = explanation
+
+
+class Property:
+    """A property: `observe` takes the facts it wants, in the order in which they happened."""
+
+    name: ClassVar[str]
+
+    def handlers(self) -> Mapping[type, Callable[..., None]]:
+        """Return what to call for each kind of fact."""
+        raise NotImplementedError
+
+    def observe(self, fact: Fact) -> None:
+        """Take a fact; raise `Violation` where it breaks the property."""
+        handler = self.handlers().get(type(fact))
+        if handler is not None:
+            handler(fact)
+
+    def freeze(self, now_ms: int = 0) -> Hashable:
+        """Return what the property remembers as a hashable value."""
+        raise NotImplementedError
+
+    def fail(self, explanation: str) -> NoReturn:
+        """Say that the property does not hold."""
+        raise Violation(self.name, explanation)
+
+
+# The properties
+
+
+@attrs.define
+class _Lease:
+    client: str
+    blocks: dict[Hashable, int]
+    until_ms: int
+    counts: bool = True  # towards the quota: a restarted holder does not know its former leases
+
+
+class LeasesHold(Property):
+    """A replica under a valid lease is never evicted; no client's leased octets exceed its quota (PB-4, LE-2,
+    LE-3), each block counted once a client.
+
+    A fault is no eviction where the withdrawal was sent before (LE-4). Give one for each holder, or one for
+    all.
+    """
+
+    name = "leases_hold"
+
+    def __init__(self, quota_bytes: int | None = None) -> None:
+        self.quota_bytes = quota_bytes
+        self._leases: dict[tuple[str, str], _Lease] = {}
+        self._covering: dict[tuple[str, Hashable], set[str]] = {}
+        self._withdrawn: set[tuple[str, Hashable]] = set()
+        self._published: set[tuple[str, Hashable]] = set()
+
+    def handlers(self) -> Mapping[type, Callable[..., None]]:
+        """Return what to call for each kind of fact."""
+        return {
+            LeaseGranted: self._granted,
+            LeaseRenewed: self._renewed,
+            LeaseReleased: self._released,
+            BlockEvicted: self._evicted,
+            WithdrawalSent: self._withdrawal,
+            RecordTaken: self._record_taken,
+            HolderRestarted: self._restarted,
+        }
+
+    def freeze(self, now_ms: int = 0) -> Hashable:
+        """Return the valid leases, and the blocks for which a withdrawal was sent."""
+        leases = frozenset(
+            (key, lease.client, frozenset(lease.blocks.items()), lease.until_ms - now_ms, lease.counts)
+            for key, lease in self._leases.items()
+            if lease.until_ms >= now_ms
+        )
+        return leases, frozenset(self._withdrawn), frozenset(self._published)
+
+    def _granted(self, fact: LeaseGranted) -> None:
+        lease = _Lease(fact.client, dict(fact.blocks), fact.until_ms)
+        if (fact.holder, fact.lease) in self._leases:
+            self.fail(f"{fact.holder} gave the identifier of a lease to a second one")
+        self._leases[fact.holder, fact.lease] = lease
+        for block in lease.blocks:
+            self._covering.setdefault((fact.holder, block), set()).add(fact.lease)
+        self._check_quota(fact.holder, fact.client, fact.now_ms)
+
+    def _check_quota(self, holder: str, client: str, now_ms: int) -> None:
+        if self.quota_bytes is None:
+            return
+        held: dict[Hashable, int] = {}
+        for key in [key for key in self._leases if key[0] == holder]:
+            lease = self._leases[key]
+            if lease.until_ms < now_ms:
+                self._forget(key)
+            elif lease.counts and lease.client == client:
+                held.update(lease.blocks)
+        if sum(held.values()) > self.quota_bytes:
+            self.fail(
+                f"{holder} leases {sum(held.values())} octets to {client}, whose quota is {self.quota_bytes}"
+            )
+
+    def _renewed(self, fact: LeaseRenewed) -> None:
+        lease = self._leases.get((fact.holder, fact.lease))
+        if lease is not None:
+            lease.until_ms = max(lease.until_ms, fact.until_ms)
+
+    def _released(self, fact: LeaseReleased) -> None:
+        self._forget((fact.holder, fact.lease))
+
+    def _forget(self, key: tuple[str, str]) -> None:
+        lease = self._leases.pop(key, None)
+        for block in lease.blocks if lease else ():
+            covering = self._covering.get((key[0], block), set())
+            covering.discard(key[1])
+            if not covering:
+                self._covering.pop((key[0], block), None)
+
+    def _evicted(self, fact: BlockEvicted) -> None:
+        block = (fact.holder, fact.block)
+        for name in sorted(self._covering.get(block, ())):
+            lease = self._leases[fact.holder, name]
+            if lease.until_ms < fact.now_ms:
+                self._forget((fact.holder, name))
+            elif not fact.fault:
+                self.fail(
+                    f"{fact.holder} evicted a block at {fact.now_ms} ms that {lease.client} leased until "
+                    f"{lease.until_ms} ms"
+                )
+            elif block in self._published and block not in self._withdrawn:
+                self.fail(f"{fact.holder} dropped a leased block for a fault before withdrawing its record")
+        self._withdrawn.discard(block)
+        self._published.discard(block)
+
+    def _withdrawal(self, fact: WithdrawalSent) -> None:
+        self._withdrawn.add((fact.holder, fact.block))
+
+    def _record_taken(self, fact: RecordTaken) -> None:
+        self._published.add((fact.holder, fact.block))
+        self._withdrawn.discard((fact.holder, fact.block))
+
+    def _restarted(self, fact: HolderRestarted) -> None:
+        for key in [key for key in self._leases if key[0] == fact.holder]:
+            lease = self._leases[key]
+            kept = {block: size for block, size in lease.blocks.items() if block in fact.restored}
+            self._forget(key)
+            if kept:
+                self._leases[key] = _Lease(lease.client, kept, lease.until_ms + fact.shift_ms, counts=False)
+                for block in kept:
+                    self._covering.setdefault((fact.holder, block), set()).add(key[1])
+
+
+class IndexIsCurrent(Property):
+    """The index gives no record out after its withdrawal or expiry (PB-2, LK-1)."""
+
+    name = "index_is_current"
+
+    def __init__(self) -> None:
+        self._until_ms: dict[tuple[str, Hashable], int] = {}
+
+    def handlers(self) -> Mapping[type, Callable[..., None]]:
+        """Return what to call for each kind of fact."""
+        return {
+            RecordTaken: self._taken,
+            RecordWithdrawn: self._withdrawn,
+            RecordReturned: self._returned,
+            IndexRestarted: self._restarted,
+        }
+
+    def freeze(self, now_ms: int = 0) -> Hashable:
+        """Return the records that may be given out."""
+        return frozenset((key, until - now_ms) for key, until in self._until_ms.items() if until >= now_ms)
+
+    def _taken(self, fact: RecordTaken) -> None:
+        self._until_ms[fact.holder, fact.block] = fact.until_ms
+
+    def _withdrawn(self, fact: RecordWithdrawn) -> None:
+        self._until_ms.pop((fact.holder, fact.block), None)
+
+    def _returned(self, fact: RecordReturned) -> None:
+        until = self._until_ms.get((fact.holder, fact.block))
+        if until is None:
+            self.fail(f"the index returned a record of {fact.holder} that was withdrawn or never published")
+        elif until < fact.now_ms:
+            self.fail(
+                f"the index returned a record of {fact.holder} {fact.now_ms - until} ms after it expired"
+            )
+
+    def _restarted(self, _: IndexRestarted) -> None:
+        self._until_ms.clear()
+
+
+_DIGEST_BYTES: Final = 16
+
+
+def extend_history(history: bytes, token: int) -> bytes:
+    """Return the digest of a token sequence with one token more; the empty sequence has ``b""``."""
+    return hashlib.blake2b(history + token.to_bytes(4, "big"), digest_size=_DIGEST_BYTES).digest()
+
+
+@attrs.define
+class _Stream:
+    history: bytes
+    expected: int | None
+    delivered: list[int] = attrs.field(factory=list)
+    epoch: int = 0
+    fresh: dict[int, int] = attrs.field(factory=dict)  # index -> token, as not overtaken by a newer epoch
+    overtaken: bool = False
+    ended: bool = False
+
+
+class OneSample(Property):
+    """Each index is delivered once, in order, none missing; what a user gets was drawn by engines token
+    after token, each after exactly the tokens delivered before it; a token of an epoch older than one
+    already seen is not delivered (CP-3, CP-4, CP-5, MG-3, MG-4).
+    """
+
+    name = "one_sample"
+
+    def __init__(self) -> None:
+        self._streams: dict[Hashable, _Stream] = {}
+        self._drawn: dict[bytes, set[int]] = {}
+
+    def handlers(self) -> Mapping[type, Callable[..., None]]:
+        """Return what to call for each kind of fact."""
+        return {
+            StreamOpened: self._opened,
+            TokenDrawn: self._token_drawn,
+            LineSeen: self._line_seen,
+            TokenDelivered: self._delivered,
+            OutputEnded: self._ended,
+        }
+
+    def freeze(self, now_ms: int = 0) -> Hashable:
+        """Return what was drawn, seen and delivered."""
+        streams = frozenset(
+            (name, s.history, tuple(s.delivered), s.epoch, frozenset(s.fresh.items()), s.overtaken, s.ended)
+            for name, s in self._streams.items()
+        )
+        return streams, frozenset((history, frozenset(tokens)) for history, tokens in self._drawn.items())
+
+    def _opened(self, fact: StreamOpened) -> None:
+        self._streams[fact.stream] = _Stream(fact.history, fact.expected)
+
+    def _token_drawn(self, fact: TokenDrawn) -> None:
+        self._drawn.setdefault(fact.history, set()).add(fact.token)
+
+    def _line_seen(self, fact: LineSeen) -> None:
+        stream = self._streams[fact.stream]
+        if fact.epoch >= stream.epoch:
+            stream.epoch = fact.epoch
+            stream.fresh[fact.index] = fact.token
+        elif fact.index not in stream.fresh:
+            stream.overtaken = True
+
+    def _delivered(self, fact: TokenDelivered) -> None:
+        stream = self._streams[fact.stream]
+        due = len(stream.delivered)
+        if stream.ended:
+            self.fail(f"{fact.stream}: index {fact.index} was delivered after the end")
+        if fact.index != due:
+            kind = "twice" if fact.index < due else "too early"
+            self.fail(f"{fact.stream}: index {fact.index} was delivered {kind}; {due} was due")
+        if fact.token not in self._drawn.get(stream.history, ()):
+            self.fail(
+                f"{fact.stream}: no engine drew the token at index {fact.index} after those delivered before"
+            )
+        fresh = stream.fresh.pop(fact.index, None)
+        if stream.overtaken and fresh is None:
+            self.fail(
+                f"{fact.stream}: index {fact.index} was delivered from an epoch older than one already seen"
+            )
+        stream.delivered.append(fact.token)
+        stream.history = extend_history(stream.history, fact.token)
+
+    def _ended(self, fact: OutputEnded) -> None:
+        stream = self._streams[fact.stream]
+        if stream.ended:
+            self.fail(f"{fact.stream}: the end was delivered twice")
+        stream.ended = True
+        count = len(stream.delivered)
+        if fact.count != count:
+            self.fail(f"{fact.stream}: the end says {fact.count} tokens, {count} were delivered")
+        if stream.expected is not None and count != stream.expected:
+            self.fail(f"{fact.stream}: {count} tokens were delivered, {stream.expected} were due")
+
+
+class SessionsAreFenced(Property):
+    """At most one instance extends a session in an epoch, and nothing of an old epoch takes effect (CP-2,
+    MG-1, MG-3, ST-4).
+    """
+
+    name = "sessions_are_fenced"
+
+    def __init__(self) -> None:
+        self._owners: dict[str, tuple[int, str]] = {}
+        self._epochs: dict[str, int] = {}
+
+    def handlers(self) -> Mapping[type, Callable[..., None]]:
+        """Return what to call for each kind of fact."""
+        return {
+            SessionOwned: self._owned,
+            CheckpointAcknowledged: self._acknowledged,
+            StatusAcknowledged: self._status,
+            SessionClosed: self._closed,
+        }
+
+    def freeze(self, now_ms: int = 0) -> Hashable:
+        """Return who owns which session in which epoch."""
+        return frozenset(self._owners.items()), frozenset(self._epochs.items())
+
+    def _owned(self, fact: SessionOwned) -> None:
+        epoch, instance = self._owners.get(fact.session, (0, ""))
+        if fact.epoch == epoch and fact.instance != instance:
+            self.fail(f"session {fact.session}: {instance} and {fact.instance} own epoch {epoch}")
+        if fact.epoch < epoch:
+            self.fail(
+                f"session {fact.session}: epoch {fact.epoch} was given to {fact.instance} after {epoch}"
+            )
+        self._owners[fact.session] = (fact.epoch, fact.instance)
+
+    def _acknowledged(self, fact: CheckpointAcknowledged) -> None:
+        owner = self._owners.get(fact.session)
+        if owner is not None and owner != (fact.epoch, fact.instance):
+            self.fail(
+                f"session {fact.session}: a checkpoint of {fact.instance} in epoch {fact.epoch} was "
+                f"acknowledged, {owner[1]} owns epoch {owner[0]}"
+            )
+
+    def _status(self, fact: StatusAcknowledged) -> None:
+        if fact.epoch < self._epochs.get(fact.instance, 0):
+            self.fail(
+                f"{fact.instance}: a status of epoch {fact.epoch} was taken after one of a higher epoch"
+            )
+        self._epochs[fact.instance] = fact.epoch
+
+    def _closed(self, fact: SessionClosed) -> None:
+        self._owners.pop(fact.session, None)
+
+
+class AcknowledgedIsKept(Property):
+    """What was acknowledged is there after any crash (CP-2): a session resumes from all tokens
+    acknowledged, and is not unknown before it is closed.
+    """
+
+    name = "acknowledged_is_kept"
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[int, ...]] = {}
+
+    def handlers(self) -> Mapping[type, Callable[..., None]]:
+        """Return what to call for each kind of fact."""
+        return {
+            CheckpointAcknowledged: self._acknowledged,
+            SessionResumed: self._resumed,
+            SessionUnknown: self._unknown,
+            SessionClosed: self._closed,
+        }
+
+    def freeze(self, now_ms: int = 0) -> Hashable:
+        """Return what was acknowledged."""
+        return frozenset(self._kept.items())
+
+    def _acknowledged(self, fact: CheckpointAcknowledged) -> None:
+        kept = self._kept.get(fact.session, ())
+        shorter, longer = sorted((kept, fact.generated), key=len)
+        if longer[: len(shorter)] != shorter:
+            self.fail(
+                f"session {fact.session}: a checkpoint was acknowledged that contradicts an earlier one"
+            )
+        self._kept[fact.session] = longer
+
+    def _resumed(self, fact: SessionResumed) -> None:
+        kept = self._kept.get(fact.session, ())
+        if fact.generated[: len(kept)] != kept:
+            self.fail(
+                f"session {fact.session}: resumed from {len(fact.generated)} tokens, {len(kept)} were "
+                "acknowledged"
+            )
+
+    def _unknown(self, fact: SessionUnknown) -> None:
+        if fact.session in self._kept:
+            self.fail(f"session {fact.session} is unknown, though a checkpoint of it was acknowledged")
+
+    def _closed(self, fact: SessionClosed) -> None:
+        self._kept.pop(fact.session, None)
+
+
+@attrs.define
+class _Move:
+    plans: dict[str, PlanSent] = attrs.field(factory=dict)
+    accepted: set[str] = attrs.field(factory=set)
+    decision: bool | None = None
+
+    def owned(self, member: str) -> Ranges:
+        plan = self.plans.get(member)
+        return () if plan is None else plan.retain + plan.fetch + plan.assign
+
+
+def _overlap(ranges: Ranges, other: tuple[int, int]) -> bool:
+    return any(start < other[1] and other[0] < end for start, end in ranges)
+
+
+class OneOwner(Property):
+    """Every token position has exactly one authoritative owner at every moment of a reshard; ranges that stay
+    move no octet; versions are not used twice (RS-1 to RS-6, decision W21).
+    """
+
+    name = "one_owner"
+
+    def __init__(self) -> None:
+        self._moves: dict[str, dict[int, _Move]] = {}
+        self._version: dict[str, int] = {}  # the authoritative one
+        self._seen: dict[tuple[str, str], int] = {}  # (map, member) -> highest version
+        self._committed: dict[tuple[str, str], int] = {}
+
+    def handlers(self) -> Mapping[type, Callable[..., None]]:
+        """Return what to call for each kind of fact."""
+        return {
+            PlanSent: self._plan_sent,
+            PlanAccepted: self._plan_accepted,
+            DecisionSent: self._decision_sent,
+            DecisionTaken: self._decision_taken,
+            RangeLoaded: self._loaded,
+            RangeDropped: self._dropped,
+            StepServed: self._served,
+            MemberRestarted: self._member_restarted,
+        }
+
+    def freeze(self, now_ms: int = 0) -> Hashable:
+        """Return all moves and what members have seen of them."""
+        moves = frozenset(
+            (map_id, version, frozenset(move.plans.items()), frozenset(move.accepted), move.decision)
+            for map_id, versions in self._moves.items()
+            for version, move in versions.items()
+        )
+        rest = (self._version, self._seen, self._committed)
+        return moves, *(frozenset(table.items()) for table in rest)
+
+    def _move(self, map_id: str, version: int) -> _Move:
+        return self._moves.setdefault(map_id, {}).setdefault(version, _Move())
+
+    def _plan_sent(self, fact: PlanSent) -> None:
+        move = self._move(fact.map_id, fact.version)
+        before = move.plans.setdefault(fact.member, fact)
+        if before != fact:
+            self.fail(f"version {fact.version} was planned twice for {fact.member}")
+        if move.decision is not None and fact.member not in move.accepted:
+            self.fail(f"version {fact.version} was planned again after its decision")
+
+    def _plan_accepted(self, fact: PlanAccepted) -> None:
+        seen = self._seen.get((fact.map_id, fact.member), 0)
+        if fact.version < seen:
+            self.fail(f"{fact.member} accepted version {fact.version} after it had seen {seen}")
+        self._seen[fact.map_id, fact.member] = fact.version
+        self._move(fact.map_id, fact.version).accepted.add(fact.member)
+
+    def _decision_sent(self, fact: DecisionSent) -> None:
+        move = self._move(fact.map_id, fact.version)
+        if move.decision is not None:
+            if move.decision != fact.commit:
+                self.fail(f"version {fact.version} was both committed and aborted")
+            return
+        move.decision = fact.commit
+        if not fact.commit:
+            return
+        missing = sorted(move.plans.keys() - move.accepted)
+        if missing:
+            self.fail(f"version {fact.version} was committed, {missing[0]} has not acknowledged its plan")
+        self._check_cover(fact.map_id, fact.version, move)
+        self._version[fact.map_id] = fact.version
+
+    def _check_cover(self, map_id: str, version: int, move: _Move) -> None:
+        covered = 0
+        for start, end in sorted(r for member in move.plans for r in move.owned(member)):
+            if start != covered:
+                kind = "no owner" if start > covered else "two owners"
+                self.fail(f"version {version} leaves position {min(start, covered)} with {kind}")
+            covered = end
+        former = self._moves[map_id].get(self._version.get(map_id, -1))
+        if former is not None:
+            end = max((r[1] for member in former.plans for r in former.owned(member)), default=0)
+            if covered < end:
+                self.fail(f"version {version} leaves position {covered} with no owner")
+
+    def _decision_taken(self, fact: DecisionTaken) -> None:
+        key = (fact.map_id, fact.member)
+        self._seen[key] = max(self._seen.get(key, 0), fact.version)
+        if fact.commit:
+            self._committed[key] = max(self._committed.get(key, 0), fact.version)
+
+    def _loaded(self, fact: RangeLoaded) -> None:
+        for version, move in self._moves.get(fact.map_id, {}).items():
+            plan = move.plans.get(fact.member)
+            if move.decision is None and plan is not None and _overlap(plan.retain, fact.tokens):
+                self.fail(f"{fact.member} moved octets of a range that version {version} retains")
+
+    def _dropped(self, fact: RangeDropped) -> None:
+        for version, move in self._moves.get(fact.map_id, {}).items():
+            authoritative = version == self._version.get(fact.map_id)
+            prepared = move.decision is None and fact.member in move.accepted
+            if (authoritative or prepared) and _overlap(move.owned(fact.member), fact.tokens):
+                kind = "is authoritative" if authoritative else "may still be committed"
+                self.fail(f"{fact.member} dropped positions it owns in version {version}, which {kind}")
+
+    def _served(self, fact: StepServed) -> None:
+        if fact.version < self._committed.get((fact.map_id, fact.member), 0):
+            self.fail(f"{fact.member} served version {fact.version} after it had committed a newer one")
+        move = self._move(fact.map_id, fact.version)
+        if not move.decision:
+            self.fail(f"{fact.member} served version {fact.version}, which was not committed")
+        for start, end in fact.ranges:
+            if not any(a <= start and end <= b for a, b in move.owned(fact.member)):
+                self.fail(f"{fact.member} served positions it does not own in version {fact.version}")
+
+    def _member_restarted(self, fact: MemberRestarted) -> None:
+        for table in (self._seen, self._committed):
+            for key in [key for key in table if key[1] == fact.member]:
+                del table[key]
+
+
+class ScopesHold(Property):
+    """Nothing crosses scopes, and no Scope Key reaches the index (SK-4, SK-5, LK-3, BR-7).
+
+    `allowed` gives the scopes of each client; octets sent to the index are checked by `check_octets`.
+    """
+
+    name = "scopes_hold"
+
+    def __init__(
+        self, allowed: Mapping[str, frozenset[str]] | None = None, scope_keys: tuple[bytes, ...] = ()
+    ) -> None:
+        self._allowed = allowed
+        self._needles = tuple(
+            needle for key in scope_keys for needle in (key, key.hex().encode(), key.hex().upper().encode())
+        )
+
+    def handlers(self) -> Mapping[type, Callable[..., None]]:
+        """Return what to call for each kind of fact."""
+        return {Disclosed: self._disclosed}
+
+    def freeze(self, now_ms: int = 0) -> Hashable:
+        """Return nothing: each fact stands for itself."""
+        return ()
+
+    def check_octets(self, octets: bytes) -> None:
+        """Take octets on their way to the index."""
+        if any(needle in octets for needle in self._needles):
+            self.fail("a Scope Key was sent to the index")
+
+    def _disclosed(self, fact: Disclosed) -> None:
+        if self._allowed is not None and fact.scope not in self._allowed.get(fact.client, frozenset()):
+            self.fail(f"{fact.client} got something of a scope it has no part in")
+
+
+class OnlyVerifiedBlocks(Property):
+    """A block that fails verification is never used; layers of replicas with different digests are never
+    mixed (BR-4, BR-5, decision W17).
+    """
+
+    name = "only_verified_blocks"
+
+    def handlers(self) -> Mapping[type, Callable[..., None]]:
+        """Return what to call for each kind of fact."""
+        return {LayersUsed: self._used}
+
+    def freeze(self, now_ms: int = 0) -> Hashable:
+        """Return nothing: each fact stands for itself."""
+        return ()
+
+    def _used(self, fact: LayersUsed) -> None:
+        wrong = [number for number, replica in enumerate(fact.layers) if replica is None]
+        if wrong:
+            self.fail(
+                f"{fact.instance} computed with layer {wrong[0]} of a block that is not the KV of its tokens"
+            )
+        if len(set(fact.layers)) > 1:
+            self.fail(f"{fact.instance} mixed layers of replicas with different digests")
+
+
+class Properties:
+    """One of each property, and each fact passed to those that want it."""
+
+    def __init__(
+        self,
+        *,
+        quota_bytes: int | None = None,
+        allowed: Mapping[str, frozenset[str]] | None = None,
+        scope_keys: tuple[bytes, ...] = (),
+    ) -> None:
+        self.scopes = ScopesHold(allowed, scope_keys)
+        self.all: tuple[Property, ...] = (
+            LeasesHold(quota_bytes),
+            IndexIsCurrent(),
+            OneSample(),
+            SessionsAreFenced(),
+            AcknowledgedIsKept(),
+            OneOwner(),
+            self.scopes,
+            OnlyVerifiedBlocks(),
+        )
+        self._handlers: dict[type, list[Callable[..., None]]] = {}
+        for one in self.all:
+            for kind, handler in one.handlers().items():
+                self._handlers.setdefault(kind, []).append(handler)
+
+    def observe(self, fact: Fact) -> None:
+        """Take a fact; raise `Violation` where it breaks a property."""
+        for handler in self._handlers[type(fact)]:
+            handler(fact)
+
+    def freeze(self, now_ms: int = 0) -> Hashable:
+        """Return what all properties remember."""
+        return tuple(one.freeze(now_ms) for one in self.all)
