@@ -9,17 +9,25 @@ from __future__ import annotations
 from typing import Final
 
 __all__ = [
+    "DIRECTIVE_KEPT_MS",
     "FAULT_WITHDRAWAL_MS",
     "LEASE_QUOTA_BYTES",
     "MAX_BASE_URI_CHARS",
+    "MAX_CONCURRENT_LOADS",
     "MAX_CONTAINER_BYTES",
     "MAX_CONTAINER_LAYERS",
     "MAX_DESCRIPTOR_BYTES",
     "MAX_DESCRIPTOR_DEPTH",
+    "MAX_DIRECTIVE_BLOCKS",
+    "MAX_DIRECTIVE_MS",
+    "MAX_KEPT_DIRECTIVES",
     "MAX_LEASES_PER_CLIENT",
     "MAX_LEASE_TTL_MS",
     "MAX_LOOKUP_KEYS",
+    "MAX_PENDING_DIRECTIVES",
     "MAX_REPLICAS_PER_KEY",
+    "MAX_SOURCES_PER_BLOCK",
+    "RESHARD_RETRY_MS",
 ]
 
 MAX_LOOKUP_KEYS: Final = 8192
@@ -54,3 +62,28 @@ MAX_LEASES_PER_CLIENT: Final = 4096
 
 FAULT_WITHDRAWAL_MS: Final = 500
 """How long a holder tries to withdraw a leased block that a fault took, before it breaks the lease (LE-4)."""
+
+RESHARD_RETRY_MS: Final = 500
+"""How long the coordinator of a reshard waits before it calls a member again that did not answer."""
+
+MAX_PENDING_DIRECTIVES: Final = 64
+"""Prefetch directives an instance works on at a time; one more is 503 (SE-3)."""
+
+MAX_DIRECTIVE_BLOCKS: Final = 8192
+"""Blocks one prefetch directive may name; more is 413."""
+
+MAX_SOURCES_PER_BLOCK: Final = 16
+"""Sources a prefetch directive may name for one block; more is 413."""
+
+MAX_CONCURRENT_LOADS: Final = 8
+"""Blocks that prefetch directives load at a time, together; the others wait for their turn (PF-2)."""
+
+MAX_DIRECTIVE_MS: Final = 600_000
+"""Longest deadline of a prefetch directive, and longest time what it loaded stays pinned; more is cut to
+this."""
+
+DIRECTIVE_KEPT_MS: Final = 60_000
+"""How long the outcome of a prefetch directive can be read after it ended; then it is 404."""
+
+MAX_KEPT_DIRECTIVES: Final = 1024
+"""Outcomes of prefetch directives that are kept; beyond it the oldest is forgotten first."""

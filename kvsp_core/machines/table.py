@@ -19,7 +19,7 @@ from kvsp_core.problems import ProblemType
 
 __all__ = ["ILLEGAL", "Cell", "Illegal", "Kind", "Legal", "Refused", "Table", "name_of", "refuse", "to"]
 
-Kind: TypeAlias = Hashable
+Kind: TypeAlias = Hashable | type
 """A kind of state: a frozen class of the machine's State union, or a member of its StateKind enumeration."""
 
 

@@ -1,0 +1,554 @@
+"""Resize a group of instances that share one context, in two phases: the controller's side (section
+"Sequence-Sharded Caches and Resharding"; RS-1, RS-4, RS-5, RS-6, decision W21).
+
+The coordinator sends each member of the old and the new map its plan, collects acknowledgements, decides,
+and tells. Its decision is durable before the first commit goes out; recovery without a decision aborts.
+Which map is authoritative is what it has made durable, and that is what `state.map` says in every state.
+
+Versions are never reused: after an abort the next plan has a higher one, so that a late abort of the earlier
+attempt cannot destroy the later. Answers may come late, twice, in any order, or not at all. The member's
+side is `reshard_member`, what both compute with `reshard_plan`.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Final, TypeAlias, assert_never
+
+import attrs
+
+from kvsp_core.limits import RESHARD_RETRY_MS
+from kvsp_core.machines.reshard_plan import Plan, Range, compare, joined, token_count
+from kvsp_core.machines.table import Table, to
+from kvsp_core.records import Shard, ShardMap
+
+__all__ = [
+    "TABLE",
+    "Abort",
+    "AbortAnswered",
+    "Aborted",
+    "Aborting",
+    "Begin",
+    "CallFailed",
+    "Commit",
+    "CommitAnswered",
+    "Committed",
+    "Committing",
+    "Effect",
+    "Event",
+    "MemberLost",
+    "PersistRecord",
+    "Phase",
+    "PlanAnswered",
+    "Prepare",
+    "Preparing",
+    "RangesLost",
+    "ReshardRecord",
+    "Stable",
+    "State",
+    "Timer",
+    "freeze",
+    "next_deadline_ms",
+    "recover",
+    "thaw",
+    "transition",
+]
+
+
+# States
+
+
+@attrs.frozen(kw_only=True)
+class Stable:
+    """No reshard is under way. A new map is ``Stable`` at version 0 without shards."""
+
+    map: ShardMap
+    highest: int = 0
+    """The highest version ever planned for this map."""
+    lost: frozenset[str] = frozenset()
+    """Members whose data is gone: their ranges still are theirs, and are computed anew by whoever gets them
+    next."""
+
+
+@attrs.frozen(kw_only=True)
+class Preparing:
+    """The plans are out; `map` stays authoritative until all have acknowledged (RS-4)."""
+
+    map: ShardMap
+    highest: int
+    lost: frozenset[str]
+    target: ShardMap
+    plans: tuple[Plan, ...]
+    waiting: frozenset[str]
+    deadline_ms: int
+    failed: frozenset[str] = frozenset()
+    """Whose call failed: it is called again at `retry_at_ms`."""
+    retry_at_ms: int | None = None
+
+
+@attrs.frozen(kw_only=True)
+class Committing:
+    """The decision is durable and `map`, the new one, authoritative; the members are told until all have
+    answered."""
+
+    map: ShardMap
+    highest: int
+    lost: frozenset[str]
+    waiting: frozenset[str]
+    failed: frozenset[str] = frozenset()
+    retry_at_ms: int | None = None
+
+
+@attrs.frozen(kw_only=True)
+class Aborting:
+    """The attempt `highest` is given up; the members are told until all have answered.
+
+    Where a plan was refused, the owners are also asked, by a commit of the current version, whether they
+    still hold their ranges.
+    """
+
+    map: ShardMap
+    highest: int
+    lost: frozenset[str]
+    waiting: frozenset[str]
+    asking: frozenset[str]
+    failed: frozenset[str] = frozenset()
+    retry_at_ms: int | None = None
+
+
+State: TypeAlias = Stable | Preparing | Committing | Aborting
+
+
+class Phase(Enum):
+    """How far an attempt has come, as far as it is durable."""
+
+    STABLE = "stable"
+    PLANNED = "planned"
+    COMMITTED = "committed"
+
+
+@attrs.frozen(kw_only=True)
+class ReshardRecord:
+    """What of the coordinator survives a crash."""
+
+    phase: Phase
+    map: ShardMap
+    highest: int
+    lost: tuple[str, ...]
+    members: tuple[str, ...]
+    """Who has to hear of the decision."""
+
+
+# Events
+
+
+@attrs.frozen(kw_only=True)
+class Begin:
+    """Go over to these shards (an empty tuple ends the map). The version is chosen here."""
+
+    shards: tuple[Shard, ...]
+    block_tokens: int
+    deadline_ms: int
+
+
+@attrs.frozen
+class PlanAnswered:
+    """A member answered its plan; anything but 200 is a refusal."""
+
+    instance: str
+    version: int
+    accepted: bool
+
+
+@attrs.frozen
+class CommitAnswered:
+    """A member answered a commit: 200, or a refusal, which means that it holds nothing of that version."""
+
+    instance: str
+    version: int
+    accepted: bool
+
+
+@attrs.frozen
+class AbortAnswered:
+    """A member answered an abort."""
+
+    instance: str
+    version: int
+
+
+@attrs.frozen
+class CallFailed:
+    """A plan, commit or abort got no answer."""
+
+    instance: str
+    version: int
+
+
+@attrs.frozen
+class MemberLost:
+    """An instance has failed or restarted: what it held is gone."""
+
+    instance: str
+
+
+@attrs.frozen
+class Timer:
+    """A deadline may have passed; a spurious one changes nothing."""
+
+
+Event: TypeAlias = Begin | PlanAnswered | CommitAnswered | AbortAnswered | CallFailed | MemberLost | Timer
+
+
+# Effects
+
+
+@attrs.frozen
+class PersistRecord:
+    """Make this durable before any effect that follows."""
+
+    record: ReshardRecord
+
+
+@attrs.frozen
+class Prepare:
+    """Send a member its plan."""
+
+    instance: str
+    plan: Plan
+
+
+@attrs.frozen
+class Commit:
+    """Tell a member that this version is authoritative."""
+
+    instance: str
+    version: int
+
+
+@attrs.frozen
+class Abort:
+    """Tell a member that this version will not be."""
+
+    instance: str
+    version: int
+
+
+@attrs.frozen(kw_only=True)
+class Committed:
+    """The map has changed."""
+
+    map: ShardMap
+    moved_tokens: int
+    computed_tokens: int
+
+
+@attrs.frozen
+class Aborted:
+    """The attempt was given up; the map is as it was. A further attempt may begin once the machine is
+    stable."""
+
+    version: int
+    reason: str
+
+
+@attrs.frozen
+class RangesLost:
+    """The data of these ranges is gone; their owner is to compute them, or a new plan is due."""
+
+    instance: str
+    ranges: tuple[Range, ...]
+
+
+Effect: TypeAlias = PersistRecord | Prepare | Commit | Abort | Committed | Aborted | RangesLost
+
+TABLE: Final = Table(
+    "reshard coordinator",
+    states=(Stable, Preparing, Committing, Aborting),
+    events=(Begin, PlanAnswered, CommitAnswered, AbortAnswered, CallFailed, MemberLost, Timer),
+    cells={
+        Stable: {
+            Begin: to(Preparing),
+            PlanAnswered: to(Stable),
+            CommitAnswered: to(Stable),
+            AbortAnswered: to(Stable),
+            CallFailed: to(Stable),
+            MemberLost: to(Stable),
+            Timer: to(Stable),
+        },
+        Preparing: {
+            PlanAnswered: to(Preparing, Committing, Aborting),
+            CommitAnswered: to(Preparing),
+            AbortAnswered: to(Preparing),
+            CallFailed: to(Preparing),
+            MemberLost: to(Preparing, Aborting),
+            Timer: to(Preparing, Aborting),
+        },
+        Committing: {
+            PlanAnswered: to(Committing),
+            CommitAnswered: to(Committing, Stable),
+            AbortAnswered: to(Committing),
+            CallFailed: to(Committing),
+            MemberLost: to(Committing, Stable),
+            Timer: to(Committing),
+        },
+        Aborting: {
+            PlanAnswered: to(Aborting),
+            CommitAnswered: to(Aborting, Stable),
+            AbortAnswered: to(Aborting, Stable),
+            CallFailed: to(Aborting),
+            MemberLost: to(Aborting, Stable),
+            Timer: to(Aborting),
+        },
+    },
+)
+
+_Result: TypeAlias = tuple[State, tuple[Effect, ...]]
+
+
+def transition(state: State, event: Event, now_ms: int, *, retry_ms: int = RESHARD_RETRY_MS) -> _Result:
+    """Take an event in and return the state that follows and what is to be done, in this order.
+
+    Answers to what was asked in an earlier phase or attempt change nothing. Raises `LocalProtocolError` for
+    `Begin` while an attempt is under way.
+    """
+    TABLE.check(type(state), event)
+    match event:
+        case Begin():
+            assert isinstance(state, Stable)
+            return _begin(state, event, now_ms)
+        case MemberLost(instance):
+            return _member_lost(state, instance)
+        case CallFailed(instance, version):
+            return _call_failed(state, instance, version, now_ms + retry_ms), ()
+        case Timer():
+            return _time_passed(state, now_ms)
+        case PlanAnswered(instance, version, accepted):
+            if isinstance(state, Preparing) and version == state.highest and instance in state.waiting:
+                return _plan_answered(state, instance, accepted, now_ms)
+        case CommitAnswered(instance, version, accepted):
+            if isinstance(state, Committing | Aborting) and version == state.map.version:
+                return _commit_answered(state, instance, accepted)
+        case AbortAnswered(instance, version):
+            if isinstance(state, Aborting) and version == state.highest:
+                return _settled(attrs.evolve(state, waiting=state.waiting - {instance}), ())
+        case _:
+            assert_never(event)
+    return state, ()
+
+
+def _begin(state: Stable, event: Begin, now_ms: int) -> _Result:
+    target = ShardMap(map=state.map.map, version=state.highest + 1, shards=event.shards)
+    step = compare(state.map, target, block_tokens=event.block_tokens, lost=state.lost)
+    plans = tuple(
+        Plan(version=state.map.version, to=target.version, deadline_ms=event.deadline_ms, member=member)
+        for member in step.plans
+    )
+    after = Preparing(
+        map=state.map,
+        highest=target.version,
+        lost=state.lost,
+        target=target,
+        plans=plans,
+        waiting=frozenset(plan.member.instance for plan in plans),
+        deadline_ms=now_ms + event.deadline_ms,
+    )
+    if not plans:
+        return _decide(after)
+    return after, (PersistRecord(_record(after)), *(Prepare(p.member.instance, p) for p in plans))
+
+
+def _plan_answered(state: Preparing, instance: str, accepted: bool, now_ms: int) -> _Result:
+    if not accepted:
+        return _abort(state, "a member refused the plan", asking=True)
+    if now_ms >= state.deadline_ms:
+        return _abort(state, "a member was too late")
+    state = attrs.evolve(state, waiting=state.waiting - {instance}, failed=state.failed - {instance})
+    return (state, ()) if state.waiting else _decide(state)
+
+
+def _decide(state: Preparing) -> _Result:
+    """Commit: durable first, then told. Who was lost and has no plan is told once and not waited for."""
+    members = frozenset(plan.member.instance for plan in state.plans)
+    after = Committing(map=state.target, highest=state.highest, lost=frozenset(), waiting=members)
+    told = sorted(members | {shard.instance for shard in state.map.shards})
+    committed = Committed(
+        map=state.target,
+        moved_tokens=sum(token_count(t.tokens for t in p.member.fetch) for p in state.plans),
+        computed_tokens=sum(token_count(p.member.assign) for p in state.plans),
+    )
+    commits = (Commit(instance, state.highest) for instance in told)
+    return _settled(after, (PersistRecord(_record(after)), committed, *commits))
+
+
+def _abort(state: Preparing, reason: str, *, asking: bool = False) -> _Result:
+    members = frozenset(plan.member.instance for plan in state.plans)
+    owners = frozenset(shard.instance for shard in state.map.shards)
+    after = Aborting(
+        map=state.map,
+        highest=state.highest,
+        lost=state.lost,
+        waiting=members,
+        asking=owners if asking else frozenset(),
+    )
+    return after, (
+        Aborted(state.highest, reason),
+        *(Abort(instance, state.highest) for instance in sorted(members)),
+        *(Commit(instance, state.map.version) for instance in sorted(after.asking)),
+    )
+
+
+def _commit_answered(state: Committing | Aborting, instance: str, accepted: bool) -> _Result:
+    asked = state.waiting if isinstance(state, Committing) else state.asking
+    if instance not in asked:
+        return state, ()
+    lost = state.lost - {instance} if accepted else state.lost
+    if isinstance(state, Committing):
+        state = attrs.evolve(state, waiting=state.waiting - {instance}, lost=lost)
+    else:
+        state = attrs.evolve(state, asking=state.asking - {instance}, lost=lost)
+    return _settled(*(_lose(state, instance) if not accepted else (state, ())))
+
+
+def _member_lost(state: State, instance: str) -> _Result:
+    state, effects = _lose(state, instance)
+    if isinstance(state, Preparing) and instance in {plan.member.instance for plan in state.plans}:
+        state, told = _abort(state, "a member was lost")
+        effects = (*effects, *told)
+    if isinstance(state, Committing):
+        state = attrs.evolve(state, waiting=state.waiting - {instance})
+    if isinstance(state, Aborting):
+        state = attrs.evolve(state, waiting=state.waiting - {instance}, asking=state.asking - {instance})
+    return _settled(state, effects)
+
+
+def _lose(state: State, instance: str) -> _Result:
+    """Note that what a member owned is gone; say so once."""
+    ranges = joined(shard.tokens for shard in state.map.shards if shard.instance == instance)
+    if not ranges or instance in state.lost:
+        return state, ()
+    state = attrs.evolve(state, lost=state.lost | {instance})
+    return state, (PersistRecord(_record(state)), RangesLost(instance, ranges))
+
+
+def _settled(state: State, effects: tuple[Effect, ...]) -> _Result:
+    """Become stable where everybody has been told."""
+    match state:
+        case Committing(waiting=waiting) if not waiting:
+            pass
+        case Aborting(waiting=waiting, asking=asking) if not waiting and not asking:
+            pass
+        case _:
+            return state, effects
+    stable = Stable(map=state.map, highest=state.highest, lost=state.lost)
+    return stable, (*effects, PersistRecord(_record(stable)))
+
+
+def _call_failed(state: State, instance: str, version: int, retry_at_ms: int) -> State:
+    match state:
+        case Stable():
+            return state
+        case Aborting():
+            concerned = instance in (state.waiting if version == state.highest else state.asking)
+        case _:
+            concerned = version == state.highest and instance in state.waiting
+    if not concerned:
+        return state
+    due = retry_at_ms if state.retry_at_ms is None else state.retry_at_ms
+    return attrs.evolve(state, failed=state.failed | {instance}, retry_at_ms=due)
+
+
+def _time_passed(state: State, now_ms: int) -> _Result:
+    if isinstance(state, Preparing) and now_ms >= state.deadline_ms:
+        return _abort(state, "a member did not acknowledge in time")
+    if isinstance(state, Stable) or state.retry_at_ms is None or now_ms < state.retry_at_ms:
+        return state, ()
+    again: list[Effect] = []
+    for instance in sorted(state.failed):
+        match state:
+            case Preparing():
+                again += [
+                    Prepare(instance, attrs.evolve(plan, deadline_ms=state.deadline_ms - now_ms))
+                    for plan in state.plans
+                    if plan.member.instance == instance
+                ]
+            case Committing():
+                if instance in state.waiting:
+                    again.append(Commit(instance, state.highest))
+            case Aborting():
+                if instance in state.waiting:
+                    again.append(Abort(instance, state.highest))
+                if instance in state.asking:
+                    again.append(Commit(instance, state.map.version))
+            case _:
+                assert_never(state)
+    return attrs.evolve(state, failed=frozenset(), retry_at_ms=None), tuple(again)
+
+
+def _record(state: State) -> ReshardRecord:
+    match state:
+        case Stable():
+            phase, members = Phase.STABLE, frozenset[str]()
+        case Preparing():
+            phase, members = Phase.PLANNED, frozenset(plan.member.instance for plan in state.plans)
+        case Aborting():
+            phase, members = Phase.PLANNED, state.waiting
+        case Committing():
+            phase, members = Phase.COMMITTED, state.waiting
+        case _:
+            assert_never(state)
+    return ReshardRecord(
+        phase=phase,
+        map=state.map,
+        highest=state.highest,
+        lost=tuple(sorted(state.lost)),
+        members=tuple(sorted(members)),
+    )
+
+
+def recover(record: ReshardRecord) -> _Result:
+    """Go on from what was durable: a decision is told again, an attempt without one is given up (RS-6)."""
+    lost, members = frozenset(record.lost), frozenset(record.members)
+    match record.phase:
+        case Phase.STABLE:
+            return Stable(map=record.map, highest=record.highest, lost=lost), ()
+        case Phase.PLANNED:
+            aborting = Aborting(
+                map=record.map, highest=record.highest, lost=lost, waiting=members, asking=frozenset()
+            )
+            aborted = Aborted(record.highest, "the controller restarted before it had decided")
+            aborts = (Abort(instance, record.highest) for instance in record.members)
+            return _settled(aborting, (aborted, *aborts))
+        case Phase.COMMITTED:
+            committing = Committing(map=record.map, highest=record.highest, lost=lost, waiting=members)
+            return _settled(committing, tuple(Commit(m, record.highest) for m in record.members))
+        case _:
+            assert_never(record.phase)
+
+
+# Deadlines
+
+
+def next_deadline_ms(state: State) -> int | None:
+    """Return when `Timer` is next due, or None."""
+    if isinstance(state, Stable):
+        return None
+    due = [state.retry_at_ms, state.deadline_ms if isinstance(state, Preparing) else None]
+    return min((ms for ms in due if ms is not None), default=None)
+
+
+def freeze(state: State, now_ms: int) -> State:
+    """Return the state with its deadlines as the time that remains, so that equal situations compare
+    equal."""
+    if isinstance(state, Stable):
+        return state
+    if state.retry_at_ms is not None:
+        state = attrs.evolve(state, retry_at_ms=state.retry_at_ms - now_ms)
+    if isinstance(state, Preparing):
+        state = attrs.evolve(state, deadline_ms=state.deadline_ms - now_ms)
+    return state
+
+
+def thaw(frozen: State, now_ms: int) -> State:
+    """Return the state that `freeze` made this of, as it stands at another time."""
+    return freeze(frozen, -now_ms)

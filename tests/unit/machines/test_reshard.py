@@ -1,0 +1,267 @@
+"""The coordinator of a reshard: durable decision before the first commit, and everybody hears of it."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+
+from kvsp_core.errors import LocalProtocolError
+from kvsp_core.machines.reshard import (
+    Abort,
+    AbortAnswered,
+    Aborted,
+    Aborting,
+    Begin,
+    CallFailed,
+    Commit,
+    CommitAnswered,
+    Committed,
+    Committing,
+    Effect,
+    Event,
+    MemberLost,
+    PersistRecord,
+    Phase,
+    PlanAnswered,
+    Prepare,
+    Preparing,
+    RangesLost,
+    ReshardRecord,
+    Stable,
+    State,
+    Timer,
+    freeze,
+    next_deadline_ms,
+    recover,
+    thaw,
+    transition,
+)
+from kvsp_core.records import Shard, ShardMap
+
+A, B, C = "https://a.example/kvsp/", "https://b.example/kvsp/", "https://c.example/kvsp/"
+THREE = ShardMap(
+    map="m",
+    version=4,
+    shards=(
+        Shard(tokens=(0, 32), instance=A),
+        Shard(tokens=(32, 64), instance=B),
+        Shard(tokens=(64, 96), instance=C),
+    ),
+)
+TWO = (Shard(tokens=(0, 48), instance=A), Shard(tokens=(48, 96), instance=C))
+STABLE = Stable(map=THREE, highest=4)
+BEGIN = Begin(shards=TWO, block_tokens=4, deadline_ms=200)
+ACKS = (PlanAnswered(A, 5, True), PlanAnswered(B, 5, True), PlanAnswered(C, 5, True))
+
+
+def run(state: State, *events: Event, now_ms: int = 1000) -> tuple[State, tuple[Effect, ...]]:
+    """Play events one after the other; return the last state and the effects of the last event."""
+    effects: tuple[Effect, ...] = ()
+    for event in events:
+        state, effects = transition(state, event, now_ms)
+    return state, effects
+
+
+def records(effects: tuple[Effect, ...]) -> list[ReshardRecord]:
+    return [effect.record for effect in effects if isinstance(effect, PersistRecord)]
+
+
+@pytest.mark.requirement("RS-1")
+def test_the_version_is_durable_before_a_plan_goes_to_each_member_of_either_map() -> None:
+    state, effects = run(STABLE, BEGIN)
+    assert isinstance(state, Preparing)
+    assert isinstance(effects[0], PersistRecord)
+    assert effects[0].record.phase is Phase.PLANNED
+    assert effects[0].record.highest == 5
+    plans = [effect for effect in effects if isinstance(effect, Prepare)]
+    assert [plan.instance for plan in plans] == [A, B, C]
+    assert {(plan.plan.version, plan.plan.to) for plan in plans} == {(4, 5)}
+    assert state.map == THREE
+
+
+@pytest.mark.requirement("RS-4")
+def test_the_decision_is_durable_before_the_first_commit() -> None:
+    state, effects = run(STABLE, BEGIN, *ACKS[:2])
+    assert effects == ()
+    assert state.map == THREE
+    state, effects = run(state, ACKS[2])
+    assert isinstance(state, Committing)
+    assert state.map == attrs.evolve(THREE, version=5, shards=TWO)
+    assert isinstance(effects[0], PersistRecord)
+    assert effects[0].record.phase is Phase.COMMITTED
+    assert effects[1] == Committed(map=state.map, moved_tokens=32, computed_tokens=0)
+    assert effects[2:] == (Commit(A, 5), Commit(B, 5), Commit(C, 5))
+
+
+@pytest.mark.requirement("RS-4")
+def test_it_is_stable_again_when_all_have_heard() -> None:
+    state, effects = run(STABLE, BEGIN, *ACKS, CommitAnswered(A, 5, True), CommitAnswered(B, 5, True))
+    assert isinstance(state, Committing)
+    assert effects == ()
+    state, effects = run(state, CommitAnswered(C, 5, True))
+    assert state == Stable(map=attrs.evolve(THREE, version=5, shards=TWO), highest=5)
+    assert records(effects)[0].phase is Phase.STABLE
+
+
+@pytest.mark.requirement("RS-5")
+def test_the_deadline_aborts_for_all() -> None:
+    state, _ = run(STABLE, BEGIN, *ACKS[:2])
+    assert next_deadline_ms(state) == 1200
+    assert run(state, Timer(), now_ms=1199) == (state, ())
+    state, effects = run(state, Timer(), now_ms=1200)
+    assert isinstance(state, Aborting)
+    assert state.map == THREE
+    assert effects[1:] == (Abort(A, 5), Abort(B, 5), Abort(C, 5))
+
+
+@pytest.mark.requirement("RS-5")
+def test_an_acknowledgement_after_the_deadline_does_not_count() -> None:
+    state, _ = run(STABLE, BEGIN, *ACKS[:2])
+    state, effects = run(state, ACKS[2], now_ms=1200)
+    assert isinstance(state, Aborting)
+    assert isinstance(effects[0], Aborted)
+
+
+@pytest.mark.requirement("RS-5")
+def test_a_refusal_aborts_for_all_and_asks_the_owners_whether_they_still_hold() -> None:
+    state, effects = run(STABLE, BEGIN, PlanAnswered(B, 5, False))
+    assert isinstance(state, Aborting)
+    assert effects[1:4] == (Abort(A, 5), Abort(B, 5), Abort(C, 5))
+    assert effects[4:] == (Commit(A, 4), Commit(B, 4), Commit(C, 4))
+    state, effects = run(state, CommitAnswered(B, 4, False))
+    assert effects[1:] == (RangesLost(B, ((32, 64),)),)
+    assert records(effects)[0].lost == (B,)
+    state, _ = run(state, CommitAnswered(A, 4, True), CommitAnswered(C, 4, True))
+    state, _ = run(state, *(AbortAnswered(i, 5) for i in (A, B, C)))
+    assert state == Stable(map=THREE, highest=5, lost=frozenset({B}))
+
+
+@pytest.mark.requirement("RS-6")
+def test_the_attempt_after_an_abort_has_a_version_never_planned_before() -> None:
+    state, _ = run(STABLE, BEGIN, Timer(), now_ms=1000)
+    state, _ = run(state, Timer(), now_ms=1200)
+    state, _ = run(state, *(AbortAnswered(i, 5) for i in (A, B, C)))
+    assert state == Stable(map=THREE, highest=5)
+    state, effects = run(state, BEGIN)
+    assert [(e.plan.version, e.plan.to) for e in effects if isinstance(e, Prepare)] == [(4, 6)] * 3
+    late = run(state, PlanAnswered(A, 5, True), AbortAnswered(A, 5), CommitAnswered(A, 5, True))
+    assert late == (state, ())
+
+
+def test_only_one_attempt_at_a_time() -> None:
+    for state in (run(STABLE, BEGIN)[0], run(STABLE, BEGIN, *ACKS)[0]):
+        with pytest.raises(LocalProtocolError, match="Begin is not allowed"):
+            transition(state, BEGIN, 1000)
+
+
+@pytest.mark.requirement("RS-6")
+def test_a_call_that_failed_is_made_again() -> None:
+    preparing, _ = run(STABLE, BEGIN)
+    state, _ = run(preparing, CallFailed(B, 5))
+    state, effects = transition(state, Timer(), 1100, retry_ms=100)
+    assert effects == ()
+    failed, _ = transition(preparing, CallFailed(B, 5), 1000, retry_ms=100)
+    assert next_deadline_ms(failed) == 1100
+    state, effects = transition(failed, Timer(), 1100)
+    assert [(e.instance, e.plan.deadline_ms) for e in effects if isinstance(e, Prepare)] == [(B, 100)]
+    committing, _ = run(STABLE, BEGIN, *ACKS, CallFailed(C, 5), CallFailed(A, 5), CommitAnswered(A, 5, True))
+    assert run(committing, Timer(), now_ms=1500)[1] == (Commit(C, 5),)
+    aborting, _ = run(STABLE, BEGIN, PlanAnswered(B, 5, False), CallFailed(A, 5), CallFailed(B, 4))
+    again = (Abort(A, 5), Commit(A, 4), Abort(B, 5), Commit(B, 4))
+    assert run(aborting, Timer(), now_ms=1500)[1] == again
+
+
+def test_failures_of_calls_that_nobody_waits_for_change_nothing() -> None:
+    for state in (STABLE, run(STABLE, BEGIN)[0], run(STABLE, BEGIN, *ACKS)[0]):
+        assert run(state, CallFailed(A, 3)) == (state, ())
+
+
+@pytest.mark.requirement("RS-6")
+def test_a_member_lost_before_the_decision_aborts() -> None:
+    state, effects = run(STABLE, BEGIN, *ACKS[:2], MemberLost(A))
+    assert isinstance(state, Aborting)
+    assert RangesLost(A, ((0, 32),)) in effects
+    assert state.waiting == {B, C}
+    state, _ = run(state, AbortAnswered(B, 5), AbortAnswered(C, 5))
+    assert state == Stable(map=THREE, highest=5, lost=frozenset({A}))
+
+
+@pytest.mark.requirement("RS-6")
+def test_a_member_lost_after_the_decision_is_not_silent() -> None:
+    state, effects = run(STABLE, BEGIN, *ACKS, MemberLost(A))
+    assert RangesLost(A, ((0, 48),)) in effects
+    state, effects = run(state, CommitAnswered(B, 5, True), CommitAnswered(C, 5, False))
+    assert RangesLost(C, ((48, 96),)) in effects
+    assert isinstance(state, Stable)
+    assert state.lost == {A, C}
+    assert records(effects)[-1].lost == (A, C)
+
+
+@pytest.mark.requirement("RS-6")
+def test_lost_ranges_are_planned_anew_and_computed() -> None:
+    state, effects = run(STABLE, MemberLost(B))
+    assert effects[1:] == (RangesLost(B, ((32, 64),)),)
+    assert run(state, MemberLost(B)) == (state, ())
+    state, effects = run(state, BEGIN)
+    plans = {e.instance: e.plan.member for e in effects if isinstance(e, Prepare)}
+    assert set(plans) == {A, C}
+    assert (plans[A].assign, plans[C].assign) == (((32, 48),), ((48, 64),))
+    state, effects = run(state, PlanAnswered(A, 5, True), PlanAnswered(C, 5, True))
+    assert Commit(B, 5) in effects
+    state, _ = run(state, CommitAnswered(A, 5, True), CommitAnswered(C, 5, True))
+    assert isinstance(state, Stable)
+    assert state.lost == frozenset()
+
+
+@pytest.mark.requirement("RS-6")
+def test_a_member_wrongly_taken_for_lost_is_found_to_hold_its_ranges() -> None:
+    state, _ = run(STABLE, MemberLost(B))
+    anew = Begin(shards=THREE.shards, block_tokens=4, deadline_ms=200)
+    state, _ = run(state, anew, PlanAnswered(B, 5, False), CommitAnswered(B, 4, True))
+    assert state.lost == frozenset()
+
+
+@pytest.mark.requirement("RS-6")
+def test_recovery_without_a_decision_aborts() -> None:
+    _, effects = run(STABLE, BEGIN)
+    state, effects = recover(records(effects)[0])
+    assert isinstance(state, Aborting)
+    assert state.map == THREE
+    assert effects[1:] == (Abort(A, 5), Abort(B, 5), Abort(C, 5))
+    state, _ = run(state, *(AbortAnswered(i, 5) for i in (A, B, C)), BEGIN)
+    assert state.highest == 6
+
+
+@pytest.mark.requirement("RS-6")
+def test_recovery_with_a_decision_tells_it_again() -> None:
+    decided, effects = run(STABLE, BEGIN, *ACKS)
+    state, effects = recover(records(effects)[0])
+    assert state == decided
+    assert effects == (Commit(A, 5), Commit(B, 5), Commit(C, 5))
+
+
+def test_recovery_when_nothing_was_under_way() -> None:
+    stable, effects = run(STABLE, MemberLost(B))
+    assert recover(records(effects)[0]) == (stable, ())
+    ended, effects = run(
+        stable, MemberLost(A), MemberLost(C), Begin(shards=(), block_tokens=4, deadline_ms=1)
+    )
+    assert ended == Stable(map=ShardMap(map="m", version=5, shards=()), highest=5)
+    assert recover(records(effects)[-1]) == (ended, ())
+
+
+def test_a_map_begins_at_version_zero() -> None:
+    state, effects = run(Stable(map=ShardMap(map="m", version=0, shards=())), BEGIN)
+    assert [(e.plan.version, e.plan.to) for e in effects if isinstance(e, Prepare)] == [(0, 1)] * 2
+    state, effects = run(state, PlanAnswered(A, 1, True), PlanAnswered(C, 1, True))
+    assert effects[1] == Committed(map=state.map, moved_tokens=0, computed_tokens=96)
+
+
+def test_a_frozen_state_does_not_depend_on_when() -> None:
+    early = transition(transition(STABLE, BEGIN, 1000)[0], CallFailed(A, 5), 1005)[0]
+    late = transition(transition(STABLE, BEGIN, 7000)[0], CallFailed(A, 5), 7005)[0]
+    assert early != late
+    assert freeze(early, 1010) == freeze(late, 7010)
+    assert hash(freeze(early, 1010)) == hash(freeze(late, 7010))
+    assert thaw(freeze(early, 1010), 1010) == early
+    assert freeze(STABLE, 9) is STABLE
