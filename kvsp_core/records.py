@@ -312,7 +312,10 @@ class Shard:
 
 @attrs.frozen(kw_only=True)
 class ShardMap:
-    """How one context is split over instances: ranges from position 0 on, without gap or overlap (RS-1)."""
+    """How one context is split over instances: ranges from position 0 on, without gap or overlap (RS-1).
+
+    Before its first version and after its last a map has no shards.
+    """
 
     map: str = attrs.field(repr=False)
     version: int
@@ -321,7 +324,7 @@ class ShardMap:
     def __attrs_post_init__(self) -> None:
         check_identifier(self.map, "map")
         check_integer(self.version, "version")
-        check_array(self.shards, "shards", 1)
+        check_array(self.shards, "shards")
         end = 0
         for index, shard in enumerate(self.shards):
             if shard.tokens[0] != end:

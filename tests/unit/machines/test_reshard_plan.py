@@ -22,8 +22,8 @@ from kvsp_core.machines.reshard_plan import (
 from kvsp_core.records import Shard, ShardMap
 
 B = 4
-NAMES = ("a", "b", "c", "d")
-A, B_, C, D = (f"https://{name}.example/kvsp/" for name in NAMES)
+NAMES = tuple(f"https://{name}.example/kvsp/" for name in "abcd")
+A, B_, C, D = NAMES
 
 
 def shard_map(*shards: tuple[int, int, str], version: int = 1) -> ShardMap:
@@ -151,7 +151,7 @@ def test_no_even_split_moves_less(owners: list[str], tail: int, members: list[st
         return
     shards = [(i * B, (i + 1) * B, owner) for i, owner in enumerate(owners)]
     if tail:
-        first, _, owner = shards.pop() if shards else (0, 0, "a")
+        first, _, owner = shards.pop() if shards else (0, 0, A)
         shards.append((first, length, owner))
     current = shard_map(*shards)
     chosen = divide(current, length, members, block_tokens=B, lost=lost)
