@@ -197,7 +197,10 @@ class Part:
 
 @attrs.frozen
 class Done:
-    """The block is complete and verified; its layers are in these parts, in ascending order."""
+    """The block is complete and verified; its layers are in these parts, in ascending order.
+
+    `digest` is that of the block as it came: the replica's, or another where it was transcoded.
+    """
 
     digest: str = attrs.field(repr=False)
     parts: tuple[Part, ...]
@@ -406,13 +409,16 @@ class Retrieval:
         layers = tuple(range(first, last + 1))
         released = tuple(LayerUsable(running.fetch, layer) for layer in layers if layer not in running.usable)
         self._running[running.fetch] = attrs.evolve(running, usable=layers, ended=True)
+        digest = running.record.digest
+        if running.transcoded:
+            digest = replica_digest(event.layer_digests)
         if self._missing() or any(not other.ended for other in self._running.values()):
             return (*released, *self._go_on())
         self.state = StateKind.COMPLETE
         parts = sorted(
             (Part(part.fetch, part.layers) for part in self._running.values()), key=lambda p: p.layers
         )
-        return (*released, Done(running.record.digest, tuple(parts)))
+        return (*released, Done(digest, tuple(parts)))
 
     def _verified(self, running: _Running, event: BlockEnded) -> bool:
         """Whether what came is what was asked for and what the record says (BR-4)."""
@@ -433,17 +439,22 @@ class Retrieval:
         return not whole or replica_digest(event.layer_digests) == running.record.digest
 
     def _corrupt(self, running: _Running, *first: Effect) -> tuple[Effect, ...]:
+        """Discard all that came from this replica, by other fetches too (BR-5), and say that it is bad
+        (BR-8)."""
+        others = [r for r in self._running.values() if r.record == running.record and r is not running]
+        for other in others:
+            del self._running[other.fetch]
         report = ReportBad(running.record.holder, running.record.digest)
-        return (*first, *self._attempt_failed(running, Outcome.CORRUPT, report))
+        discarded = self._discarded(others)
+        return (*first, *discarded, *self._attempt_failed(running, Outcome.CORRUPT, report))
 
     def _attempt_failed(self, running: _Running, outcome: Outcome, *more: Effect) -> tuple[Effect, ...]:
-        """Do without this replica: withdraw what came from it with this fetch, and try the next."""
+        """Do without this replica: withdraw what came from it with this fetch, and try the next (PB-5)."""
         del self._running[running.fetch]
         if running.record in self._records:
             self._records.remove(running.record)
         self._attempts.append(Attempt(running.record.holder, outcome))
-        withdrawn = self._withdrawn(running)
-        return (*withdrawn, *more, *self._go_on())
+        return (*self._withdrawn(running), *more, *self._go_on())
 
     @staticmethod
     def _withdrawn(running: _Running) -> tuple[Effect, ...]:
@@ -507,6 +518,9 @@ class Retrieval:
         """Give up all that is under way and withdraw all that came."""
         stopped = list(self._running.values())
         self._running.clear()
+        return self._discarded(stopped)
+
+    def _discarded(self, stopped: Sequence[_Running]) -> tuple[Effect, ...]:
         return (
             *(CancelFetch(running.fetch) for running in stopped if not running.ended),
             *(effect for running in stopped for effect in self._withdrawn(running)),
