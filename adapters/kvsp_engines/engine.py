@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import TYPE_CHECKING, Final, Protocol, TypeAlias, assert_never
+from typing import Final, Protocol, TypeAlias, assert_never
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
 from kvsp_core.errors import KVSPError, LocalProtocolError
+from kvsp_core.records import Sampler
 from kvsp_core.roles.engine import (
     Abort,
     Attend,
@@ -36,9 +37,6 @@ from kvsp_core.roles.engine import (
 )
 from kvsp_engines.llama import KVCache, Llama
 from kvsp_engines.sampling import check_sampler, draw
-
-if TYPE_CHECKING:
-    from kvsp_core.records import Sampler
 
 __all__ = ["Engine", "EngineThread", "JobResult", "LayerOctets", "NumpyEngine"]
 

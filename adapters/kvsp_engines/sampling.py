@@ -5,15 +5,13 @@ alone.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from kvsp_core.errors import LocalProtocolError
-
-if TYPE_CHECKING:
-    from kvsp_core.records import Sampler
+from kvsp_core.records import Sampler
 
 __all__ = ["METHODS", "check_sampler", "draw"]
 

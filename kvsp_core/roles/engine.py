@@ -11,12 +11,11 @@ begin to compute with layer l of a block as soon as it was imported.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import attrs
 
-if TYPE_CHECKING:
-    from kvsp_core.records import Sampler
+from kvsp_core.records import Sampler
 
 __all__ = [
     "Abort",

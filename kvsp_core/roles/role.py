@@ -23,16 +23,14 @@ Everything it may learn is an `Input`, everything it wants done an `Effect`. Rul
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 import attrs
 
 from kvsp_core.container_header import ContainerHeader
+from kvsp_core.heads import Request, Response
 from kvsp_core.problems import Problem
 from kvsp_core.roles.engine import EngineCommand, EngineEvent
-
-if TYPE_CHECKING:
-    from kvsp_core.resources import Request, Response
 
 __all__ = [
     "NO_EFFECTS",
