@@ -1,0 +1,90 @@
+"""Typed TOML files: what is wrong in them is said with the file, the key and what is allowed there."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from kvsp_core.errors import KVSPError
+
+__all__ = ["DocumentError", "read_toml"]
+
+Document = TypeVar("Document", bound=msgspec.Struct)
+
+_MAX_DOCUMENT_BYTES = 1 << 20
+
+
+class DocumentError(KVSPError):
+    """A file does not say what it should; the text names file, key and what is allowed."""
+
+
+def read_toml(path: Path, kind: type[Document]) -> Document:
+    """Return the document in a TOML file, every key known and of the right type.
+
+    Raises `DocumentError`. Types are msgspec structs, whose fields are the keys.
+    """
+    try:
+        octets = path.read_bytes()
+    except OSError as error:
+        raise DocumentError(f"{path}: {error.strerror}") from None
+    if len(octets) > _MAX_DOCUMENT_BYTES:
+        raise DocumentError(f"{path}: larger than {_MAX_DOCUMENT_BYTES} octets")
+    try:
+        found = tomllib.loads(octets.decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DocumentError(f"{path}: {error}") from None
+    _refuse_unknown(path, found, kind, "")
+    try:
+        return msgspec.convert(found, kind)
+    except msgspec.ValidationError as error:
+        raise DocumentError(f"{path}: {_said_with_key(str(error))}") from None
+
+
+def _said_with_key(said: str) -> str:
+    """Turn ``Expected `int`, got `str` - at `$.a.b` `` into ``a.b: expected int, found str``."""
+    text, _, place = said.partition(" - at `")
+    text = text.replace("`", "").replace(", got ", ", found ")
+    text = text.replace("Object missing required field ", "missing: ")
+    key = place.rstrip("`").removeprefix("$").removeprefix(".")
+    return f"{key}: {text[:1].lower()}{text[1:]}" if key else f"{text[:1].lower()}{text[1:]}"
+
+
+def _refuse_unknown(path: Path, found: object, kind: Any, key: str) -> None:
+    """Raise for the first key, or word of a fixed set, that the type does not have: msgspec's own messages
+    do not say what is allowed there. Other mistakes are left to msgspec.
+    """
+    origin, options = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        for option in options:
+            if option is not type(None):
+                _refuse_unknown(path, found, option, key)
+    elif origin is Literal:
+        if isinstance(found, str) and found not in options:
+            raise DocumentError(f"{path}: {key}: {found!r} is unknown; {_allowed(found, options)}")
+    elif origin in (list, tuple) and isinstance(found, list):
+        for number, entry in enumerate(found):
+            _refuse_unknown(path, entry, options[0], f"{key}[{number}]")
+    elif origin is dict and isinstance(found, dict):
+        for name, entry in found.items():
+            _refuse_unknown(path, entry, options[1], _joined(key, name))
+    elif isinstance(kind, type) and issubclass(kind, msgspec.Struct) and isinstance(found, dict):
+        hints = get_type_hints(kind)
+        for name, entry in found.items():
+            if name not in hints:
+                raise DocumentError(f"{path}: {_joined(key, name)}: unknown; {_allowed(name, hints)}")
+            _refuse_unknown(path, entry, hints[name], _joined(key, name))
+
+
+def _joined(key: str, name: str) -> str:
+    return f"{key}.{name}" if key else name
+
+
+def _allowed(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(known))}"
