@@ -50,7 +50,7 @@ def digests_of(content: str) -> tuple[str, ...]:
 
 
 def replica(
-    holder: str, first: int = 0, last: int = LAYERS - 1, *, content: str = "a", **changes: object
+    holder: str, /, first: int = 0, last: int = LAYERS - 1, *, content: str = "a", **changes: object
 ) -> ReplicaRecord:
     record = ReplicaRecord(
         block_key=KEY,
@@ -332,7 +332,7 @@ def test_a_replica_without_layer_digests_is_asked_for_as_a_whole_or_not_at_all()
     ids=lambda changes: next(iter(changes)),
 )
 def test_records_of_something_else_are_left_out(changes: dict[str, Any]) -> None:
-    assert started(replica(**{"holder": H1, **changes}))[1] == (GiveUp(()),)
+    assert started(replica(H1, **changes))[1] == (GiveUp(()),)
 
 
 @pytest.mark.requirement("SE-2")
