@@ -13,15 +13,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import attrs
 
-from kvsp_core.container_header import FIXED_BYTES, ContainerError, ContainerHeader, HeaderReader
+from kvsp_core.container_header import (
+    FIXED_BYTES,
+    ContainerError,
+    ContainerHeader,
+    HeaderReader,
+)
 from kvsp_core.errors import LocalProtocolError
 from kvsp_core.identity import CompatibilityDescriptor
 from kvsp_core.limits import MAX_CONTAINER_BYTES
-from kvsp_core.problems import BAD_REQUEST, DIGEST_MISMATCH, Problem
+from kvsp_core.problems import BAD_REQUEST, DIGEST_MISMATCH, TOO_LARGE, Problem
 
 __all__ = [
     "BlockArrived",
@@ -179,6 +184,10 @@ class BlockRefused:
 BlockEvent: TypeAlias = HeaderArrived | LayerArrived | BlockArrived | BlockRefused
 
 
+_NO_ROOM: Final = Problem(TOO_LARGE, "the container is larger than the memory for it")
+_TRAILING: Final = Problem(BAD_REQUEST, "octets follow the end that the header states")
+
+
 class IncomingBlock:
     """Takes the octets of a container in any split and tells of each layer as it completes (KC-2, KC-3).
 
@@ -242,10 +251,7 @@ class IncomingBlock:
 
     def received(self, count: int) -> tuple[BlockEvent, ...]:
         """Say that `free` has been filled with `count` octets; return what that completes."""
-        if self._over:
-            raise LocalProtocolError(
-                "this container has ended already; read the next with a new IncomingBlock"
-            )
+        self._check_open()
         if not 0 <= count <= self._octets.nbytes - self._filled:
             raise LocalProtocolError(f"{count} octets do not fit into the memory given")
         self._filled += count
@@ -254,22 +260,20 @@ class IncomingBlock:
             if self.header is None:
                 self._read_header(events)
             if self.header is not None:
-                self._read_layers(events)
+                self._read_layers(self.header, events)
         except ContainerError as error:
-            self._refuse(error, events)
+            events.append(self._refused(error.problem))
         return tuple(events)
 
     def receive_data(self, data: bytes | bytearray | memoryview) -> tuple[BlockEvent, ...]:
         """Take the next octets, copying them to where they belong; return what that completes."""
+        self._check_open()
         events: tuple[BlockEvent, ...] = ()
         octets = memoryview(data).cast("B")
         while octets and not self._over:
             free = self.free
             if not free:
-                problem = "octets follow the end that the header states"
-                refused: list[BlockEvent] = []
-                self._refuse(ContainerError(BAD_REQUEST, problem), refused)
-                return (*events, *refused)
+                return (*events, self._refused(_NO_ROOM if self.header is None else _TRAILING))
             count = min(free.nbytes, octets.nbytes)
             free[:count] = octets[:count]
             octets = octets[count:]
@@ -278,19 +282,12 @@ class IncomingBlock:
 
     def receive_eof(self) -> tuple[BlockEvent, ...]:
         """Say that no more octets will come; return `BlockArrived`, or `BlockRefused` if some are missing."""
-        if self._over:
-            raise LocalProtocolError("this container has ended already")
-        self._over = True
+        self._check_open()
         if self.header is None or self._filled < self.header.size_bytes:
-            expected = "its header" if self.header is None else f"{self.header.size_bytes} octets"
-            refused: list[BlockEvent] = []
-            self._refuse(
-                ContainerError(
-                    BAD_REQUEST, f"the container ends after {self._filled} octets, short of {expected}"
-                ),
-                refused,
-            )
-            return tuple(refused)
+            expected = "its header" if self.header is None else f"its {self.header.size_bytes} octets"
+            detail = f"the container ends after {self._filled} octets, within {expected}"
+            return (self._refused(Problem(BAD_REQUEST, detail)),)
+        self._over = True
         sha256 = self._sha256.digest() if self._sha256 is not None else None
         return (BlockArrived(self.header, replica_digest(self._digests), sha256),)
 
@@ -308,34 +305,38 @@ class IncomingBlock:
         """The octets of the container so far, read-only and without a copy."""
         return self._octets[: self._filled].toreadonly()
 
+    def _check_open(self) -> None:
+        if self._over:
+            raise LocalProtocolError("this container has ended; read the next with a new IncomingBlock")
+
     def _read_header(self, events: list[BlockEvent]) -> None:
         header = self._reader.read(self._octets[: self._filled])
         if header is None:
             if self._staged and self._filled == self._octets.nbytes:
                 self._move_to(memoryview(bytearray(self._reader.header_bytes)))
             return
-        events.append(HeaderArrived(header))
-        self.header = header
         size = header.size_bytes
         if self._staged:
             memory = memoryview(self._acquire(size)).cast("B")
             if memory.nbytes < size:
                 raise LocalProtocolError(f"{size} octets of memory were asked for, {memory.nbytes} given")
             self._move_to(memory)
+            self._staged = False
         self._octets = self._octets[: max(size, self._filled)]
         self._bounds = tuple(_bounds(header))
         self._hashed = header.header_bytes
         if self._sha256 is not None:
             self._sha256.update(self._octets[: self._hashed])
+        self.header = header
+        events.append(HeaderArrived(header))
 
     def _move_to(self, memory: memoryview) -> None:
         memory[: self._filled] = self._octets[: self._filled]
         self._octets = memory
 
-    def _read_layers(self, events: list[BlockEvent]) -> None:
-        assert self.header is not None
+    def _read_layers(self, header: ContainerHeader, events: list[BlockEvent]) -> None:
         filled, digests = self._filled, self._digests
-        for layer in self.header.layers[len(digests) :]:
+        for layer in header.layers[len(digests) :]:
             end = self._bounds[len(digests)][2]
             upto = min(end, filled)
             if upto > self._hashed:
@@ -352,14 +353,15 @@ class IncomingBlock:
                 raise ContainerError(DIGEST_MISMATCH, f"layer {layer} does not match its digest")
             digests.append(digest)
             events.append(LayerArrived(layer, digest))
-        if filled > self.header.size_bytes:
-            raise ContainerError(BAD_REQUEST, "octets follow the end that the header states")
+        if filled > header.size_bytes:
+            events.append(self._refused(_TRAILING))
 
-    def _refuse(self, error: ContainerError, events: list[BlockEvent]) -> None:
+    def _refused(self, problem: Problem) -> BlockRefused:
         self._over = True
         self._octets = memoryview(b"")
+        self._filled = 0
         self._digests = []
-        events.append(BlockRefused(error.problem))
+        return BlockRefused(problem)
 
 
 def decode_container(

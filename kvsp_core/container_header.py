@@ -17,7 +17,14 @@ from kvsp_core.limits import MAX_CONTAINER_LAYERS
 from kvsp_core.problems import BAD_REQUEST, INCOMPATIBLE, TOO_LARGE, Problem, ProblemType
 from kvsp_core.registries import RAW_CODEC
 
-__all__ = ["ContainerError", "ContainerHeader", "HeaderReader", "section_bytes"]
+__all__ = [
+    "ENTRY_BYTES",
+    "FIXED_BYTES",
+    "ContainerError",
+    "ContainerHeader",
+    "HeaderReader",
+    "section_bytes",
+]
 
 _FIXED: Final = struct.Struct(">4sBBHIII")
 _ENTRY: Final = struct.Struct(">QQ")

@@ -85,12 +85,12 @@ class CompatibilityDescriptor:
             known["adapters"] = self.adapters
         try:
             others = _frozen_members(self.other_members)
+            if not others.keys().isdisjoint((*_MEMBERS, "adapters")):
+                raise RemoteProtocolError("give known members by their own names", member="other_members")
             members = _frozen_members(known | others)
             _check_members(members, self.registries)
         except RemoteProtocolError as error:
             raise LocalProtocolError(str(error)) from None
-        if not others.keys().isdisjoint((*_MEMBERS, "adapters")):
-            raise LocalProtocolError("other_members: holds a member that is known; give it by its own name")
         canonical = rfc8785.dumps(thawed_json(members))  # type: ignore[arg-type]
         if len(canonical) > MAX_DESCRIPTOR_BYTES:
             raise LimitExceeded(f"a descriptor has at most {MAX_DESCRIPTOR_BYTES} octets")
@@ -269,9 +269,9 @@ class Scope:
         if fault:
             del key  # a traceback that shows local variables must not show it
             raise LocalProtocolError(fault)
-        digest = hashlib.sha256(b"KVSP-SCOPE-1\0" + key).digest()
-        block = bytes(key) if len(key) <= 64 else hashlib.sha256(key).digest()
-        block = block.ljust(64, b"\0")
+        octets = bytes(key)
+        digest = hashlib.sha256(b"KVSP-SCOPE-1\0" + octets).digest()
+        block = (octets if len(octets) <= 64 else hashlib.sha256(octets).digest()).ljust(64, b"\0")
         self.__attrs_init__(
             digest[:16].hex(),
             digest,
@@ -284,7 +284,7 @@ class Scope:
         return self._inner.copy(), self._outer.copy()
 
     def __repr__(self) -> str:
-        return f"<Scope {self.scope_id}>"
+        return f"<Scope {getattr(self, 'scope_id', 'without a key')}>"
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Scope):
@@ -307,8 +307,9 @@ class Scope:
 def _key_fault(key: object) -> str:
     if not isinstance(key, (bytes, bytearray, memoryview)):
         return f"a Scope Key is octets, found {type(key).__name__}"
-    if len(key) < MIN_SCOPE_KEY_BYTES:
-        return f"a Scope Key has at least {MIN_SCOPE_KEY_BYTES} random octets, found {len(key)}"
+    size = memoryview(key).nbytes
+    if size < MIN_SCOPE_KEY_BYTES:
+        return f"a Scope Key has at least {MIN_SCOPE_KEY_BYTES} random octets, found {size}"
     return ""
 
 

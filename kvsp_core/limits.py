@@ -48,7 +48,7 @@ MAX_BASE_URI_CHARS: Final = 2048
 MAX_CONTAINER_BYTES: Final = 256 * 1024 * 1024
 """Octets of a KV block container; one that claims more is 413 as soon as its header shows it."""
 
-MAX_CONTAINER_LAYERS: Final = 4096
+MAX_CONTAINER_LAYERS: Final = 1024
 """Layers of a KV block container; one that claims more is 413 as soon as its header shows it."""
 
 MAX_LEASE_TTL_MS: Final = 60_000
