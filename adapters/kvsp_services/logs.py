@@ -1,0 +1,104 @@
+"""Structured logs that show nothing of tenants (requirement SE-5).
+
+Callers log names, counts and durations. Should a value that looks like a block key, digest, session, scope
+or lease identifier get into an event all the same, it is replaced by a short mark: the same value has the
+same mark within a process, so lines about one thing can still be found together, and nobody can compute the
+value back.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable, MutableMapping
+from typing import Any, Final, Literal, TextIO, TypeAlias
+
+import structlog
+
+__all__ = ["Hider", "LogFormat", "LogLevel", "configure_logs"]
+
+LogFormat: TypeAlias = Literal["json", "text"]
+LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
+
+_SECRET: Final = re.compile(
+    r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"  # a UUID
+    r"|(?<![0-9A-Za-z])[0-9a-fA-F]{32,}(?![0-9A-Za-z])"  # hex16, hex32 and longer
+    r"|(?<![0-9A-Za-z_-])[A-Za-z0-9_-]{43}(?![0-9A-Za-z_-])",  # 32 octets in base64url: a component
+)
+_MAX_TEXT: Final = 1000
+_MARK_DIGITS: Final = 8
+
+
+class Hider:
+    """A processor of structlog that hides identifiers, octets and sequences in whatever is logged."""
+
+    def __init__(self, key: bytes | None = None) -> None:
+        self._key = key if key is not None else os.urandom(32)
+
+    def __call__(
+        self, _logger: object, _method: str, event: MutableMapping[str, Any]
+    ) -> MutableMapping[str, Any]:
+        """Return the event with every value hidden that could tell something of a tenant."""
+        for name, value in event.items():
+            if name not in ("timestamp", "level"):
+                event[name] = self.hidden(value)
+        return event
+
+    def hidden(self, value: object) -> object:
+        """Return what may be logged in place of a value."""
+        if value is None or isinstance(value, (bool, int, float)):
+            return value
+        if isinstance(value, (bytes, bytearray, memoryview)):
+            return f"<{len(value)} octets>"
+        if isinstance(value, (list, tuple, set, frozenset, dict)):
+            return f"<{len(value)} entries>"
+        return self.hidden_text(str(value))
+
+    def hidden_text(self, text: str) -> str:
+        """Return a text, identifiers in it replaced by their marks."""
+        return _SECRET.sub(self._mark, text[:_MAX_TEXT])
+
+    def _mark(self, found: re.Match[str]) -> str:
+        digest = hmac.digest(self._key, found[0].lower().encode(), "sha256")
+        return f"<hidden {digest.hex()[:_MARK_DIGITS]}>"
+
+
+def configure_logs(
+    level: LogLevel = "info", form: LogFormat = "json", output: TextIO | None = None
+) -> structlog.stdlib.BoundLogger:
+    """Set up logging for a process, the standard library's included, and return its logger.
+
+    Events go to standard error, one a line. Other libraries log warnings and worse, through the same
+    processors.
+    """
+    hider = Hider()
+    shared: list[Callable[..., Any]] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.format_exc_info,
+        hider,
+    ]
+    renderer: Any = structlog.processors.JSONRenderer()
+    if form == "text":
+        renderer = structlog.dev.ConsoleRenderer(colors=False)
+    stream = output if output is not None else sys.stderr
+    structlog.configure(
+        processors=[*shared, renderer],
+        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
+        logger_factory=structlog.WriteLoggerFactory(stream),
+        cache_logger_on_first_use=False,
+    )
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
+        )
+    )
+    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+    logger: structlog.stdlib.BoundLogger = structlog.get_logger()
+    return logger

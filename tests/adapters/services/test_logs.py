@@ -1,0 +1,85 @@
+"""Logs are for operators: they show what happens, and nothing of tenants."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+from kvsp_services.logs import Hider, configure_logs
+
+SESSION = "6f1d0a9e-2c55-4d7e-9a0e-5b7f2f9f6a11"
+BLOCK_KEY = "9ca9d8b60f37f84726a27deb4cdc0d075714607a131632c2366e30b99fb1163b"
+SCOPE_ID = "6d1c6481cd428737da312c089db3832a"
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    yield
+    structlog.reset_defaults()
+    logging.getLogger().handlers.clear()
+
+
+def logged(output: io.StringIO) -> list[dict[str, object]]:
+    return [json.loads(line) for line in output.getvalue().splitlines()]
+
+
+def test_an_event_is_a_line_of_json() -> None:
+    output = io.StringIO()
+    configure_logs(output=output).info("role started", role="index", port=8441)
+    (event,) = logged(output)
+    assert event["event"] == "role started"
+    assert (event["role"], event["port"], event["level"]) == ("index", 8441, "info")
+    assert "timestamp" in event
+
+
+@pytest.mark.requirement("SE-5")
+@pytest.mark.parametrize("secret", [SESSION, BLOCK_KEY, SCOPE_ID, BLOCK_KEY.upper(), "A" * 43])
+@pytest.mark.parametrize("form", ["json", "text"])
+def test_identifiers_are_hidden_wherever_they_get_in(secret: str, form: str) -> None:
+    output = io.StringIO()
+    logger = configure_logs(form=form, output=output)  # type: ignore[arg-type]
+    logger.info(f"GET blocks/{secret}", path=f"/kvsp/blocks/{secret}", key=secret)
+    try:
+        raise ValueError(f"no such thing as {secret}")
+    except ValueError:
+        logger.exception("failed")
+    logging.getLogger("somebody.else").warning("dropped %s", secret)
+    assert len(output.getvalue().splitlines()) >= 3
+    assert secret not in output.getvalue()
+    assert "somebody" in output.getvalue() or "dropped" in output.getvalue()
+
+
+@pytest.mark.requirement("SE-5")
+def test_octets_and_token_lists_are_counted_not_shown() -> None:
+    output = io.StringIO()
+    logger = configure_logs(output=output)
+    logger.info("decoded", tokens=[1296, 315, 279], data=b"\x01\x02\x03", members={"p": 0.9})
+    (event,) = logged(output)
+    assert (event["tokens"], event["data"]) == ("<3 entries>", "<3 octets>")
+    assert "1296" not in output.getvalue()
+
+
+def test_marks_tell_equal_from_different_within_a_process_only() -> None:
+    hider = Hider()
+    assert hider.hidden(BLOCK_KEY) == hider.hidden(f"{BLOCK_KEY}")
+    assert hider.hidden(BLOCK_KEY) != hider.hidden(SCOPE_ID)
+    assert hider.hidden(BLOCK_KEY) != Hider().hidden(BLOCK_KEY)
+
+
+def test_plain_words_stay() -> None:
+    hider = Hider()
+    for plain in ("https://h1.example:8443/kvsp/", "lease quota exceeded", 12, 0.5, None, True):
+        assert hider.hidden(plain) == plain
+
+
+def test_the_level_is_a_threshold() -> None:
+    output = io.StringIO()
+    logger = configure_logs(level="warning", output=output)
+    logger.info("quiet")
+    logger.warning("loud")
+    assert [event["event"] for event in logged(output)] == ["loud"]
