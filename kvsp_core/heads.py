@@ -91,7 +91,7 @@ def request_fields(request: Request) -> Fields:
     fields: Fields = []
     _content_fields(fields, request)
     if request.if_none_match is not None:
-        fields.append((b"if-none-match", request.if_none_match.encode("ascii")))
+        fields.append((b"if-none-match", request.if_none_match.encode("latin-1")))
     return fields
 
 
@@ -131,9 +131,9 @@ def response_fields(response: Response) -> Fields:
         fields.append((b"cache-control", b"private, immutable, max-age=%d" % response.max_age_s))
     _content_fields(fields, response)
     if response.location is not None:
-        fields.append((b"location", response.location.encode("ascii")))
+        fields.append((b"location", response.location.encode("latin-1")))
     if response.allow:
-        fields.append((b"allow", ", ".join(response.allow).encode("ascii")))
+        fields.append((b"allow", ", ".join(response.allow).encode("latin-1")))
     if response.retry_after_s is not None:
         fields.append((b"retry-after", b"%d" % response.retry_after_s))
     return fields
@@ -180,9 +180,9 @@ def media_type(content_type: str | None) -> str:
 
 def _content_fields(fields: Fields, head: Request | Response) -> None:
     if head.content_type is not None:
-        fields.append((b"content-type", head.content_type.encode("ascii")))
+        fields.append((b"content-type", head.content_type.encode("latin-1")))
     if head.content_encoding is not None:
-        fields.append((b"content-encoding", head.content_encoding.encode("ascii")))
+        fields.append((b"content-encoding", head.content_encoding.encode("latin-1")))
     if head.content_length is not None and (head.content_length or isinstance(head, Response)):
         fields.append((b"content-length", b"%d" % head.content_length))
     if head.content_digest is not None:
