@@ -17,7 +17,7 @@ import msgspec
 from kvsp_core.errors import RemoteProtocolError
 from kvsp_core.validation import InvalidValue, Parameters
 
-__all__ = ["decode", "encode", "from_members", "members_of"]
+__all__ = ["decode", "encode", "from_members", "members_of", "parse"]
 
 T = TypeVar("T")
 
@@ -31,6 +31,8 @@ def decode(kind: type[T], octets: bytes | bytearray | memoryview) -> T:
     Raises `RemoteProtocolError`, naming the member, where the document is not JSON, a member is missing, or
     one has a value that is not allowed.
     """
+    if hasattr(kind, "keyword_members"):
+        return from_members(kind, parse(octets))
     try:
         return msgspec.json.decode(octets, type=kind)
     except msgspec.ValidationError as error:
@@ -56,11 +58,35 @@ def from_members(kind: type[T], members: object) -> T:
     Raises `RemoteProtocolError`, naming the member, where one is missing or not allowed.
     """
     try:
-        return msgspec.convert(members, type=kind)
+        keywords = getattr(kind, "keyword_members", ())
+        return msgspec.convert(_underscored(members, keywords) if keywords else members, type=kind)
     except msgspec.ValidationError as error:
         raise _invalid(error) from None
     except RecursionError as error:
         raise _malformed(error) from None
+
+
+def parse(octets: bytes | bytearray | memoryview) -> object:
+    """Return any JSON document as dictionaries, lists and plain values. Raises `RemoteProtocolError`."""
+    try:
+        return msgspec.json.decode(octets)
+    except msgspec.ValidationError as error:
+        raise _invalid(error) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _malformed(error) from None
+
+
+def _underscored(value: object, keywords: tuple[str, ...]) -> object:
+    """Return a parsed document with an underscore after each name that is a word of Python."""
+    if isinstance(value, list):
+        return [_underscored(item, keywords) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        f"{name}_" if name in keywords else name: _underscored(item, keywords)
+        for name, item in value.items()
+        if name[-1:] != "_"
+    }
 
 
 def _malformed(error: Exception) -> RemoteProtocolError:
@@ -70,7 +96,8 @@ def _malformed(error: Exception) -> RemoteProtocolError:
 
 
 _PLACE: Final = re.compile(r"(?P<fault>.*?)(?: - at `(?P<key>key in )?\$(?P<path>.*)`)?", re.DOTALL)
-_MISSING: Final = re.compile(r"Object missing required field `(?P<name>.*)`")
+_MISSING: Final = re.compile(r"Object missing required field `(?P<name>.*?)_?`")
+_UNDERSCORE: Final = re.compile(r"_(?=[.\[]|$)")
 _MISTYPED: Final = re.compile(r"Expected `(?P<expected>[^`]*)`(?P<more>[^`]*), got `?(?P<found>[^`]*)`?")
 
 
@@ -78,7 +105,7 @@ def _invalid(error: Exception) -> RemoteProtocolError:
     """Return the error in our words: the path, what was found (never a value) and what was expected."""
     place = _PLACE.fullmatch(str(error))
     fault, path = (place["fault"], place["path"] or "") if place else (str(error), "")
-    path = path.removeprefix(".")
+    path = _UNDERSCORE.sub("", path.removeprefix("."))
     if isinstance(error.__cause__, InvalidValue):
         return RemoteProtocolError(error.__cause__.detail, member=_join(path, error.__cause__.member))
     if missing := _MISSING.fullmatch(fault):
@@ -134,7 +161,7 @@ def members_of(value: object) -> dict[str, Any]:
                 continue
         elif item == () and "omit_empty" in attribute.metadata:
             continue
-        members[name] = _plain(item)
+        members[name.rstrip("_")] = _plain(item)
     return members
 
 

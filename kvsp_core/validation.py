@@ -29,15 +29,17 @@ __all__ = [
     "are_hex",
     "check_array",
     "check_base_uri",
+    "check_base_uris",
     "check_boolean",
     "check_digest",
     "check_hex",
     "check_hexes",
+    "check_holder",
     "check_identifier",
-    "check_instances",
     "check_integer",
     "check_moqt_uri",
     "check_name",
+    "check_octets",
     "check_optional_integer",
     "check_pair",
     "check_ranges",
@@ -209,13 +211,27 @@ def check_base_uri(value: str, member: str) -> None:
         raise fail(error.detail, member) from None
 
 
-def check_instances(values: tuple[str, ...], member: str) -> None:
+def check_holder(value: str, member: str) -> None:
+    """Refuse what is neither a base URI nor a moqt URI (RR-4)."""
+    if type(value) is str and value.startswith("moqt://"):
+        check_moqt_uri(value, member)
+    else:
+        check_base_uri(value, member)
+
+
+def check_base_uris(values: tuple[str, ...], member: str) -> None:
     """Refuse an array that holds anything but base URIs, each once."""
     check_array(values, member)
     for index, value in enumerate(values):
         check_base_uri(value, f"{member}[{index}]")
     if len(set(values)) != len(values):
         raise fail("expected each base URI once", member)
+
+
+def check_octets(value: bytes, member: str, unit: int = 1) -> None:
+    """Refuse what is not octets, a whole number of units of at least one."""
+    if type(value) is not bytes or not value or len(value) % unit:
+        raise fail(f"expected base64 of a multiple of {unit} octets", member)
 
 
 def check_pair(value: tuple[int, int], member: str, most: int = MAX_INTEGER) -> None:
