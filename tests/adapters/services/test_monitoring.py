@@ -1,0 +1,62 @@
+"""A process says on its own port whether it is alive and ready, and what it counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from kvsp_core.errors import LocalProtocolError
+from kvsp_core.roles.role import Observe
+from kvsp_services.metrics import Metrics
+from kvsp_services.monitoring import MonitoringServer
+
+
+class Process:
+    def __init__(self) -> None:
+        self.trouble: str | None = None
+        self.metrics = Metrics()
+        self.server = MonitoringServer(self.metrics, alive=lambda: None, ready=lambda: self.trouble)
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(f"http://127.0.0.1:{self.server.port}{path}")
+
+
+@pytest.fixture
+def process() -> Iterator[Process]:
+    made = Process()
+    yield made
+    made.server.close()
+
+
+def test_alive_and_ready(process: Process) -> None:
+    assert process.get("/health").status_code == 200
+    assert process.get("/ready").text == "ok\n"
+    process.trouble = "the index has not answered yet"
+    answer = process.get("/ready")
+    assert (answer.status_code, answer.text) == (503, "the index has not answered yet\n")
+    assert process.get("/health").status_code == 200
+
+
+@pytest.mark.requirement("OP-1")
+def test_metrics_are_served_in_prometheus_format(process: Process) -> None:
+    process.metrics.observe(Observe("digest_failures", 2))
+    answer = process.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert "kvsp_digest_failures_total 2.0" in answer.text
+
+
+def test_anything_else_is_not_found_and_says_what_is(process: Process) -> None:
+    answer = process.get("/secrets")
+    assert answer.status_code == 404
+    assert "/ready" in answer.text
+    assert httpx.post(f"http://127.0.0.1:{process.server.port}/ready").status_code == 501
+    head = httpx.head(f"http://127.0.0.1:{process.server.port}/ready")
+    assert (head.status_code, head.text) == (200, "")
+
+
+def test_a_port_that_is_taken_is_said_in_one_line(process: Process) -> None:
+    with pytest.raises(LocalProtocolError, match="choose another port") as caught:
+        MonitoringServer(process.metrics, alive=lambda: None, ready=lambda: None, port=process.server.port)
+    assert "\n" not in str(caught.value)
