@@ -73,7 +73,9 @@ def test_every_member_is_needed(member: str) -> None:
 
 @pytest.mark.requirement("CD-1")
 @pytest.mark.parametrize("member", MEMBERS)
-@pytest.mark.parametrize("value", [None, True, 1.0, [], {}, object(), 1j, b"octets"], ids=repr)
+@pytest.mark.parametrize(
+    "value", [None, True, 1.0, [], {}, object(), 1j, b"octets"], ids=lambda v: type(v).__name__
+)
 def test_mistyped_members_are_named_and_their_values_are_not(member: str, value: object) -> None:
     with pytest.raises(RemoteProtocolError) as refused:
         CompatibilityDescriptor.from_members(MEMBERS | {member: value})
