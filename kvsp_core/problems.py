@@ -2,15 +2,18 @@
 
 A `Problem` is what a machine or a role answers to a peer's mistake. The nine types of KVSP are used only for
 what the protocol's table says; every other refusal is an ``about:blank`` problem, whose title is that of its
-status.
+status. On the wire a problem is a document of type ``application/problem+json`` (RFC 9457).
 """
 
 from __future__ import annotations
 
+import re
 from http import HTTPStatus
+from types import MappingProxyType
 from typing import Final
 
 import attrs
+import msgspec
 
 from kvsp_core.registries import Registry
 
@@ -41,6 +44,8 @@ __all__ = [
     "Problem",
     "ProblemType",
     "blank",
+    "problem_document",
+    "problem_of",
 ]
 
 PROBLEM_BASE_URI: Final = "https://iana.org/assignments/kvsp#"
@@ -78,7 +83,16 @@ class Problem:
 
 def blank(status: int) -> ProblemType:
     """Return the ``about:blank`` type of an HTTP status (RFC 9457, section 4.2.1)."""
-    return ProblemType("", HTTPStatus(status).phrase, status)
+    try:
+        title = HTTPStatus(status).phrase
+    except ValueError:  # one newer than this program, which counts for its class (HT-6)
+        title = _CLASSES.get(status // 100, "Not an HTTP status")
+    return ProblemType("", title, status)
+
+
+_CLASSES: Final = MappingProxyType(
+    {1: "Informational", 2: "Success", 3: "Redirection", 4: "Client error", 5: "Server error"}
+)
 
 
 NOT_FOUND: Final = ProblemType("kvsp-not-found", "Block, lease, session, or directive unknown", 404)
@@ -123,3 +137,43 @@ PROBLEM_TYPES: Final = Registry(
         )
     },
 )
+
+
+# On the wire ------------------------------------------------------------------------------------------------
+
+_MAX_DETAIL_CHARS: Final = 400
+_UNPRINTABLE: Final = re.compile(r"[^ -~]+")
+
+
+def problem_document(problem: Problem) -> bytes:
+    """Return the JSON octets of a problem: type, title, status, and detail where there is one."""
+    members: dict[str, object] = {
+        "type": problem.type.uri,
+        "title": problem.type.title,
+        "status": problem.type.status,
+    }
+    if problem.detail:
+        members["detail"] = problem.detail
+    return msgspec.json.encode(members)
+
+
+def problem_of(status: int, octets: bytes) -> Problem:
+    """Return the problem that an answer with an error status reports.
+
+    The status of the answer counts, whatever the document says. A type that we do not know, or that does not
+    go with the class of the status, and a body that is no problem document, leave the status alone to say
+    what went wrong (HT-6). `detail` is cut and holds printable ASCII only, since a peer wrote it.
+    """
+    try:
+        document = msgspec.json.decode(octets, type=_Document)
+    except (ValueError, RecursionError):
+        document = _Document()
+    kind = PROBLEM_TYPES.get(document.type.removeprefix(PROBLEM_BASE_URI))
+    if kind is None or document.type != kind.uri or kind.status // 100 != status // 100:
+        kind = blank(status)
+    return Problem(kind, _UNPRINTABLE.sub(" ", document.detail)[:_MAX_DETAIL_CHARS].strip())
+
+
+class _Document(msgspec.Struct):
+    type: str = ""
+    detail: str = ""

@@ -84,7 +84,7 @@ def frozen_json(value: object, member: str = "", depth: int = 1) -> Json:
     Raises `RemoteProtocolError`, naming the place, where the value has no canonical form.
     """
     if depth > MAX_DESCRIPTOR_DEPTH:
-        raise RemoteProtocolError(f"nests more than {MAX_DESCRIPTOR_DEPTH} levels deep", member=member)
+        raise RemoteProtocolError(f"nests at most {MAX_DESCRIPTOR_DEPTH} levels deep", member=member)
     match value:
         case None | bool():
             return value
