@@ -115,6 +115,7 @@ def _try(tree: Path, mutation: Mutation) -> str | None:
 
 def _copy(directory: str) -> Path:
     tree = Path(directory)
+    tree.mkdir()
     for name in COPIED:
         source = ROOT / name
         if source.is_dir():
