@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 __all__ = [
+    "CHECKPOINT_RETRY_MS",
     "DIRECTIVE_KEPT_MS",
     "FAULT_WITHDRAWAL_MS",
     "LEASE_QUOTA_BYTES",
@@ -20,6 +21,8 @@ __all__ = [
     "MAX_DESCRIPTOR_DEPTH",
     "MAX_DIRECTIVE_BLOCKS",
     "MAX_DIRECTIVE_MS",
+    "MAX_EARLY_TOKENS",
+    "MAX_HOLD_MS",
     "MAX_KEPT_DIRECTIVES",
     "MAX_LEASES_PER_CLIENT",
     "MAX_LEASE_TTL_MS",
@@ -27,6 +30,9 @@ __all__ = [
     "MAX_PENDING_DIRECTIVES",
     "MAX_REPLICAS_PER_KEY",
     "MAX_SOURCES_PER_BLOCK",
+    "MAX_TOKENS_PER_CHECKPOINT",
+    "MAX_UNCOVERED_TOKENS",
+    "OUTPUT_WINDOW_TOKENS",
     "RESHARD_RETRY_MS",
 ]
 
@@ -87,3 +93,21 @@ DIRECTIVE_KEPT_MS: Final = 60_000
 
 MAX_KEPT_DIRECTIVES: Final = 1024
 """Outcomes of prefetch directives that are kept; beyond it the oldest is forgotten first."""
+
+MAX_TOKENS_PER_CHECKPOINT: Final = 64
+"""Output tokens between two checkpoints of a session, at most (CP-1)."""
+
+MAX_UNCOVERED_TOKENS: Final = 128
+"""Output tokens that no acknowledged checkpoint covers; at this many decoding is paused."""
+
+MAX_HOLD_MS: Final = 100
+"""How long a token of a sampler that is not deterministic waits before a checkpoint is asked for (CP-3)."""
+
+CHECKPOINT_RETRY_MS: Final = 250
+"""How long an instance waits before it sends a checkpoint again that was not answered."""
+
+OUTPUT_WINDOW_TOKENS: Final = 512
+"""Output tokens given to a stream that has not taken them yet; the others wait at the instance."""
+
+MAX_EARLY_TOKENS: Final = 4096
+"""Output tokens kept that came before an earlier one; beyond it the front end asks for the output again."""
