@@ -23,10 +23,11 @@ __all__ = [
     "MAX_DIRECTIVE_MS",
     "MAX_EARLY_TOKENS",
     "MAX_HOLD_MS",
-    "MAX_KEPT_DIRECTIVES",
+    "MAX_KEPT_BLOCKS",
     "MAX_LEASES_PER_CLIENT",
     "MAX_LEASE_TTL_MS",
     "MAX_LOOKUP_KEYS",
+    "MAX_PENDING_BLOCKS",
     "MAX_PENDING_DIRECTIVES",
     "MAX_REPLICAS_PER_KEY",
     "MAX_SOURCES_PER_BLOCK",
@@ -91,8 +92,6 @@ this."""
 DIRECTIVE_KEPT_MS: Final = 60_000
 """How long the outcome of a prefetch directive can be read after it ended; then it is 404."""
 
-MAX_KEPT_DIRECTIVES: Final = 1024
-"""Outcomes of prefetch directives that are kept; beyond it the oldest is forgotten first."""
 
 MAX_TOKENS_PER_CHECKPOINT: Final = 64
 """Output tokens between two checkpoints of a session, at most (CP-1)."""
@@ -111,3 +110,10 @@ OUTPUT_WINDOW_TOKENS: Final = 512
 
 MAX_EARLY_TOKENS: Final = 4096
 """Output tokens kept that came before an earlier one; beyond it the front end asks for the output again."""
+
+MAX_PENDING_BLOCKS: Final = 65_536
+"""Blocks of all pending prefetch directives together; a directive that brings more is 503."""
+
+MAX_KEPT_BLOCKS: Final = 65_536
+"""Blocks of all ended prefetch directives that are remembered; beyond it the oldest directive is forgotten
+first."""

@@ -1,0 +1,659 @@
+"""Load blocks into an instance before the request that needs them comes (section "Prefetch Directives";
+PF-1..PF-7, decision W18).
+
+A `PrefetchTable` holds an instance's directives. Each block of a directive that is not held already goes its
+way: find its records in the index, lease it at a source, retrieve it verified, store it in a tier, publish
+it, release the lease; where a source fails, the next. A directive is pending until every block is resident
+(complete), nothing is left to try (partial, or failed where nothing at all is resident), or its deadline has
+come (partial); what completes later than that is listed as loaded where it became resident, and never
+changes how the directive ended.
+
+Few blocks load at a time, the earliest deadline first, so that loading does not get in the way of requests
+(PF-2). What two directives want is loaded once. Loaded blocks stay pinned until the request comes, or for
+``lease_ms`` after the directive has ended.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeAlias, assert_never
+
+import attrs
+
+from kvsp_core import limits
+from kvsp_core.machines import prefetch_load as load
+from kvsp_core.machines.prefetch_directive import Directive, DirectiveState
+from kvsp_core.machines.prefetch_load import BlockLoad
+from kvsp_core.machines.retrieval import Retrieval
+from kvsp_core.machines.table import Table, to
+from kvsp_core.messages import DirectiveStatus, PrefetchDirective
+from kvsp_core.problems import CONFLICT, TOO_LARGE, UNAVAILABLE, Problem
+from kvsp_core.records import ReplicaRecord
+from kvsp_core.registries import RAW_CODEC
+
+__all__ = [
+    "TABLE",
+    "Accepted",
+    "CancelLookup",
+    "DirectiveState",
+    "Effect",
+    "Ended",
+    "Event",
+    "Evicted",
+    "Frozen",
+    "LoadReport",
+    "LoadRequest",
+    "Lookup",
+    "LookupAnswered",
+    "LookupFailed",
+    "Pin",
+    "PrefetchLimits",
+    "PrefetchTable",
+    "PublishBlock",
+    "Rejected",
+    "RequestArrived",
+    "Submit",
+    "Timer",
+    "Unpin",
+]
+
+
+# Events
+
+
+@attrs.frozen(kw_only=True)
+class Submit:
+    """The controller sent a directive. `held` are its blocks that are resident here already.
+
+    `layers` and `block_tokens` are the geometry of its blocks. With `producers` only replicas are taken whose
+    digest one of these holders has published for the block (SE-2).
+    """
+
+    directive: PrefetchDirective
+    held: frozenset[str] = attrs.field(default=frozenset(), repr=False)
+    layers: int
+    block_tokens: int
+    producers: tuple[str, ...] | None = None
+
+
+@attrs.frozen
+class LookupAnswered:
+    """The index answered a `Lookup`: the records of each leading key that has any."""
+
+    directive: str
+    records: tuple[tuple[ReplicaRecord, ...], ...] = attrs.field(repr=False)
+
+
+@attrs.frozen
+class LookupFailed:
+    """The index did not answer a `Lookup`."""
+
+    directive: str
+
+
+@attrs.frozen
+class LoadReport:
+    """Something happened to the load of a block that an effect asked for."""
+
+    job: int
+    event: load.Event
+
+
+@attrs.frozen
+class Evicted:
+    """A block is not resident here any more."""
+
+    block_key: str = attrs.field(repr=False)
+
+
+@attrs.frozen
+class RequestArrived:
+    """The request that these directives were for is here and holds its blocks itself."""
+
+    request_ref: str = attrs.field(repr=False)
+
+
+@attrs.frozen
+class Timer:
+    """A deadline may have passed; a spurious one changes nothing."""
+
+
+Event: TypeAlias = Submit | LookupAnswered | LookupFailed | LoadReport | Evicted | RequestArrived | Timer
+
+
+# Effects
+
+
+@attrs.frozen
+class Accepted:
+    """Answer 202: the directive is being worked on, or was already."""
+
+    directive: str
+
+
+@attrs.frozen
+class Rejected:
+    """Answer with a problem; nothing has changed."""
+
+    directive: str
+    problem: Problem
+
+
+@attrs.frozen
+class Lookup:
+    """Ask the index for the records of these keys at these holders (our member ``holders``, decision W32)."""
+
+    directive: str
+    block_keys: tuple[str, ...] = attrs.field(repr=False)
+    holders: tuple[str, ...]
+
+
+@attrs.frozen
+class CancelLookup:
+    """Give the lookup of a directive up."""
+
+    directive: str
+
+
+@attrs.frozen
+class LoadRequest:
+    """Do this for the load of a block: acquire or release a lease, fetch, cancel, report, store."""
+
+    job: int
+    block_key: str = attrs.field(repr=False)
+    effect: (
+        load.AcquireLease | load.ReleaseLease | load.Fetch | load.CancelFetch | load.ReportBad | load.Store
+    )
+
+
+@attrs.frozen
+class PublishBlock:
+    """A block is resident: publish the new replica (PF-3)."""
+
+    block_key: str = attrs.field(repr=False)
+
+
+@attrs.frozen
+class Pin:
+    """Do not evict this block."""
+
+    block_key: str = attrs.field(repr=False)
+
+
+@attrs.frozen
+class Unpin:
+    """This block may be evicted, as far as prefetch goes."""
+
+    block_key: str = attrs.field(repr=False)
+
+
+@attrs.frozen
+class Ended:
+    """A directive has ended, in this state, with so many of its blocks resident."""
+
+    directive: str
+    state: DirectiveState
+    loaded: int
+    wanted: int
+
+
+Effect: TypeAlias = (
+    Accepted | Rejected | Lookup | CancelLookup | LoadRequest | PublishBlock | Pin | Unpin | Ended
+)
+
+_ABSENT, _PENDING = DirectiveState.ABSENT, DirectiveState.PENDING
+_ENDED = (DirectiveState.PARTIAL, DirectiveState.COMPLETE, DirectiveState.FAILED)
+_EVENTS: Final = (Submit, LookupAnswered, LookupFailed, LoadReport, Evicted, RequestArrived, Timer)
+
+TABLE: Final = Table(
+    "prefetch directive",
+    states=tuple(DirectiveState),
+    events=_EVENTS,
+    cells={
+        # Completions of what was given up come late and change nothing.
+        _ABSENT: {**dict.fromkeys(_EVENTS, to(_ABSENT)), Submit: to(_ABSENT, _PENDING, *_ENDED)},
+        _PENDING: {
+            **dict.fromkeys(_EVENTS, to(_PENDING, *_ENDED)),
+            Submit: to(_PENDING),
+            RequestArrived: to(_PENDING),
+        },
+        # A terminal state stays until the directive is forgotten.
+        **{ended: {**dict.fromkeys(_EVENTS, to(ended)), Timer: to(ended, _ABSENT)} for ended in _ENDED},
+    },
+)
+
+
+# What the table keeps
+
+
+@attrs.frozen(kw_only=True)
+class PrefetchLimits:
+    """How much an instance takes on for prefetch directives; `kvsp_core.limits` says what happens beyond."""
+
+    concurrent_loads: int = limits.MAX_CONCURRENT_LOADS
+    pending_directives: int = limits.MAX_PENDING_DIRECTIVES
+    pending_blocks: int = limits.MAX_PENDING_BLOCKS
+    directive_blocks: int = limits.MAX_DIRECTIVE_BLOCKS
+    sources_per_block: int = limits.MAX_SOURCES_PER_BLOCK
+    lookup_keys: int = limits.MAX_LOOKUP_KEYS
+    directive_ms: int = limits.MAX_DIRECTIVE_MS
+    kept_ms: int = limits.DIRECTIVE_KEPT_MS
+    kept_blocks: int = limits.MAX_KEPT_BLOCKS
+
+
+@attrs.define(kw_only=True)
+class _Wanted:
+    """A block that waits for its turn, is being loaded, or is being stored."""
+
+    claims: dict[str, tuple[ReplicaRecord, ...]] = attrs.field(factory=dict)
+    """Directive -> the records at its sources. Those of the first are being tried."""
+    job: int | None = None
+
+
+_Emit: TypeAlias = Callable[[Effect], None]
+
+
+@attrs.frozen(kw_only=True)
+class Frozen:
+    """A prefetch table as a value, with deadlines as the time that remains."""
+
+    limits: PrefetchLimits
+    codecs: tuple[int, ...]
+    directives: tuple[tuple[Any, ...], ...]
+    wanted: tuple[tuple[Any, ...], ...]
+    jobs: tuple[tuple[int, str, load.Frozen], ...]
+    ended: tuple[str, ...]
+    ready: tuple[tuple[int, int, int, str], ...]
+    next_job: int
+    next_order: int
+
+
+class PrefetchTable:
+    """The prefetch directives of an instance and the blocks they bring in. `codecs` are those it can take."""
+
+    def __init__(self, bounds: PrefetchLimits | None = None, *, codecs: Sequence[int] = (RAW_CODEC,)) -> None:
+        self.limits = bounds or PrefetchLimits()
+        self._codecs = tuple(codecs)
+        self._directives: dict[str, Directive] = {}
+        self._by_ref: dict[str, dict[str, None]] = {}
+        self._by_key: dict[str, dict[str, None]] = {}
+        self._pending_blocks = 0
+        self.pending = 0
+        """How many directives are being worked on."""
+        self._ended: deque[str] = deque()
+        self._kept_blocks = 0
+        self._wanted: dict[str, _Wanted] = {}
+        self._jobs: dict[int, tuple[str, BlockLoad]] = {}
+        self.loads = 0
+        """How many blocks are being loaded or stored."""
+        self._ready: list[tuple[int, int, int, str]] = []
+        self._pins: dict[str, int] = {}
+        self._deadlines: list[tuple[int, int, str]] = []
+        self._next_job = 0
+        self._next_order = 0
+        self._now_ms = 0
+
+    # What others ask
+
+    def state_of(self, directive: str) -> DirectiveState:
+        """Return the state of a directive."""
+        found = self._directives.get(directive)
+        return _ABSENT if found is None else found.state
+
+    def status(self, directive: str) -> DirectiveStatus | None:
+        """Return what GET of a directive answers: its state and which of its blocks are resident (PF-1,
+        PF-7).
+
+        None where it is not known, or not any more.
+        """
+        found = self._directives.get(directive)
+        return None if found is None else found.status()
+
+    def is_pinned(self, block_key: str) -> bool:
+        """Return whether a block is kept from eviction for a request that is to come."""
+        return block_key in self._pins
+
+    def next_deadline_ms(self) -> int | None:
+        """Return when `Timer` is next due, or None."""
+        while self._deadlines:
+            due_ms, order, name = self._deadlines[0]
+            directive = self._directives.get(name)
+            if directive is not None and directive.order == order and directive.due_ms() == due_ms:
+                return due_ms
+            heapq.heappop(self._deadlines)
+        return None
+
+    # What happens
+
+    def handle(self, event: Event, now_ms: int) -> tuple[Effect, ...]:
+        """Take an event in and return what is to be done, in this order. Deadlines that have passed come
+        first."""
+        self._now_ms = now_ms
+        effects: list[Effect] = []
+        emit = effects.append
+        self._time_passed(emit)
+        TABLE.check(self._kind_for(event), event)
+        match event:
+            case Submit():
+                self._submit(event, emit)
+            case LookupAnswered(name, records):
+                self._looked_up(name, records, emit)
+            case LookupFailed(name):
+                self._lookup_failed(name, emit)
+            case LoadReport(number, of_load):
+                if number in self._jobs:
+                    self._advance(number, of_load, emit)
+                elif isinstance(of_load, load.LeaseGranted):
+                    emit(LoadRequest(number, "", load.ReleaseLease(of_load.holder, of_load.lease)))
+            case Evicted(block_key):
+                self._pins.pop(block_key, None)
+                for name in self._by_key.get(block_key, ()):
+                    self._directives[name].loaded.discard(block_key)
+            case RequestArrived(request_ref):
+                for name in self._by_ref.get(request_ref, ()):
+                    self._unpin_all(self._directives[name], emit)
+            case Timer():
+                pass
+            case _:
+                assert_never(event)
+        self._start_loads(emit)
+        return tuple(effects)
+
+    def _kind_for(self, event: Event) -> DirectiveState:
+        match event:
+            case Submit(directive=message):
+                return self.state_of(message.directive)
+            case LookupAnswered(name) | LookupFailed(name):
+                return self.state_of(name)
+            case _:
+                return _ABSENT
+
+    def _time_passed(self, emit: _Emit) -> None:
+        while (due_ms := self.next_deadline_ms()) is not None and due_ms <= self._now_ms:
+            directive = self._directives[heapq.heappop(self._deadlines)[2]]
+            if directive.pending:
+                self._end(directive, DirectiveState.PARTIAL, emit)
+            elif directive.forget_at_ms <= self._now_ms:
+                self._forget(directive, emit)
+            else:
+                self._unpin_all(directive, emit)
+
+    # A directive comes, and ends
+
+    def _submit(self, event: Submit, emit: _Emit) -> None:
+        message = event.directive
+        name = message.directive
+        known = self._directives.get(name)
+        if known is not None:
+            conflict = Problem(
+                CONFLICT, "this directive was sent before with other content; give it another name"
+            )
+            emit(Accepted(name) if known.message == message else Rejected(name, conflict))
+            return
+        problem = self._limit_reached(message)
+        if problem is not None:
+            emit(Rejected(name, problem))
+            return
+        duration_ms = min(message.deadline_ms, self.limits.directive_ms)
+        directive = Directive(
+            message=message,
+            layers=event.layers,
+            block_tokens=event.block_tokens,
+            producers=event.producers,
+            order=self._next_order,
+            deadline_ms=self._now_ms + duration_ms,
+        )
+        self._next_order += 1
+        self._enter(directive)
+        self.pending += 1
+        self._pending_blocks += len(message.blocks)
+        emit(Accepted(name))
+        directive.await_blocks(event.held, self.limits.lookup_keys)
+        for block in message.blocks:
+            if block.block_key in event.held:
+                self._count_loaded(directive, block.block_key, emit)
+        self._look_up(directive, emit)
+        self._settle(directive, emit)
+
+    def _enter(self, directive: Directive) -> None:
+        self._directives[directive.name] = directive
+        heapq.heappush(self._deadlines, (directive.due_ms(), directive.order, directive.name))
+        for block in directive.blocks:
+            self._by_key.setdefault(block.block_key, {})[directive.name] = None
+        reference = directive.message.request_ref
+        if reference is not None:
+            self._by_ref.setdefault(reference, {})[directive.name] = None
+
+    def _limit_reached(self, message: PrefetchDirective) -> Problem | None:
+        most, sources = self.limits.directive_blocks, self.limits.sources_per_block
+        if len(message.blocks) > most:
+            return Problem(TOO_LARGE, f"blocks: at most {most} in a directive; send several")
+        for place, block in enumerate(message.blocks):
+            if len(block.sources) > sources:
+                return Problem(TOO_LARGE, f"blocks[{place}].sources: at most {sources}")
+        if self.pending >= self.limits.pending_directives:
+            return Problem(
+                UNAVAILABLE, f"{self.pending} directives are pending, which is the limit; try later"
+            )
+        if self._pending_blocks + len(message.blocks) > self.limits.pending_blocks:
+            return Problem(UNAVAILABLE, "too many blocks are pending; try later")
+        return None
+
+    def _settle(self, directive: Directive, emit: _Emit) -> None:
+        """End a directive that has nothing left to wait for."""
+        if directive.pending and not directive.waiting:
+            self._end(directive, directive.outcome(), emit)
+
+    def _end(self, directive: Directive, state: DirectiveState, emit: _Emit) -> None:
+        directive.state = state
+        self.pending -= 1
+        self._pending_blocks -= len(directive.blocks)
+        if directive.stop_looking():
+            emit(CancelLookup(directive.name))
+        for block in directive.blocks:
+            if block.block_key in directive.waiting:
+                self._unclaim(directive.name, block.block_key, emit)
+        directive.waiting.clear()
+        kept_pinned_ms = min(directive.message.lease_ms, self.limits.directive_ms)
+        directive.pins_until_ms = self._now_ms + kept_pinned_ms
+        directive.forget_at_ms = self._now_ms + self.limits.kept_ms
+        heapq.heappush(self._deadlines, (directive.due_ms(), directive.order, directive.name))
+        emit(Ended(directive.name, state, len(directive.loaded), len(directive.blocks)))
+        self._ended.append(directive.name)
+        self._kept_blocks += len(directive.blocks)
+        while self._kept_blocks > self.limits.kept_blocks:
+            self._forget(self._directives[self._ended[0]], emit)
+
+    def _forget(self, directive: Directive, emit: _Emit) -> None:
+        """Drop an ended directive; they end and are forgotten in the same order."""
+        self._unpin_all(directive, emit)
+        self._ended.remove(directive.name)
+        self._kept_blocks -= len(directive.blocks)
+        del self._directives[directive.name]
+        for block in directive.blocks:
+            _take_out(self._by_key, block.block_key, directive.name)
+        reference = directive.message.request_ref
+        if reference is not None:
+            _take_out(self._by_ref, reference, directive.name)
+
+    # Its records are looked up
+
+    def _look_up(self, directive: Directive, emit: _Emit) -> None:
+        lookup = directive.next_lookup(self.limits.lookup_keys)
+        if lookup is not None:
+            emit(Lookup(directive.name, *lookup))
+
+    def _looked_up(self, name: str, records: tuple[tuple[ReplicaRecord, ...], ...], emit: _Emit) -> None:
+        directive = self._directives.get(name)
+        if directive is None or not directive.asked:
+            return
+        for key, replicas in directive.looked_up(records):
+            wanted = self._wanted.setdefault(key, _Wanted())
+            wanted.claims[name] = replicas
+            if wanted.job is None:
+                self._enqueue(directive, key)
+        self._look_up(directive, emit)
+        self._settle(directive, emit)
+
+    def _lookup_failed(self, name: str, emit: _Emit) -> None:
+        directive = self._directives.get(name)
+        if directive is not None and directive.stop_looking():
+            self._settle(directive, emit)
+
+    def _enqueue(self, directive: Directive, key: str) -> None:
+        heapq.heappush(self._ready, (directive.deadline_ms, directive.order, directive.places[key], key))
+
+    def _unclaim(self, name: str, key: str, emit: _Emit) -> None:
+        """A directive does not wait for a block any more; stop loading what nobody waits for."""
+        wanted = self._wanted.get(key)
+        if wanted is None or wanted.claims.pop(name, None) is None or wanted.claims:
+            return
+        if wanted.job is None:
+            del self._wanted[key]
+        else:
+            self._advance(wanted.job, load.Cancel(), emit)
+
+    # A block is loaded
+
+    def _start_loads(self, emit: _Emit) -> None:
+        """Start what may load now, earliest deadline first (PF-2)."""
+        while self._ready and self.loads < self.limits.concurrent_loads:
+            key = heapq.heappop(self._ready)[-1]
+            wanted = self._wanted.get(key)
+            if wanted is not None and wanted.job is None:
+                self._start_load(key, wanted, emit)
+
+    def _start_load(self, key: str, wanted: _Wanted, emit: _Emit) -> None:
+        name, records = next(iter(wanted.claims.items()))
+        directive = self._directives[name]
+        fetching = Retrieval(
+            records,
+            block_key=key,
+            compat_id=directive.message.compat_id,
+            scope_id=directive.message.scope_id,
+            layers=directive.layers,
+            block_tokens=directive.block_tokens,
+            codecs=self._codecs,
+        )
+        wanted.job = self._next_job
+        self._next_job += 1
+        self._jobs[wanted.job] = (key, BlockLoad(fetching, lease_ms=directive.message.lease_ms))
+        self.loads += 1
+        self._advance(wanted.job, load.Start(), emit)
+
+    def _advance(self, number: int, event: load.Event, emit: _Emit) -> None:
+        """Let something happen to a load, and act on what comes of it."""
+        key, block_load = self._jobs[number]
+        was_over = block_load.state is load.LoadState.OVER
+        effects = block_load.handle(event, self._now_ms)
+        over = block_load.state is load.LoadState.OVER and not was_over
+        if over:
+            self.loads -= 1
+        if block_load.finished:
+            del self._jobs[number]
+        wanted = self._wanted.pop(key) if over else None
+        for effect in effects:
+            match effect:
+                case load.Loaded():
+                    emit(PublishBlock(key))
+                    self._resident(key, emit)
+                case load.LoadFailed(storage=storage):
+                    assert wanted is not None
+                    self._load_failed(key, wanted, storage, emit)
+                case _:
+                    emit(LoadRequest(number, key, effect))
+
+    def _load_failed(self, key: str, wanted: _Wanted, storage: bool, emit: _Emit) -> None:
+        """Whose sources were tried does without the block, and so do all where it could not be kept."""
+        names = list(wanted.claims)
+        given_up, others = (names, []) if storage else (names[:1], names[1:])
+        if others:
+            self._wanted[key] = _Wanted(claims={name: wanted.claims[name] for name in others})
+            self._enqueue(self._directives[others[0]], key)
+        for name in given_up:
+            self._directives[name].waiting.discard(key)
+            self._settle(self._directives[name], emit)
+
+    def _resident(self, key: str, emit: _Emit) -> None:
+        """List a block for every directive that names it, also one that has ended."""
+        for name in tuple(self._by_key.get(key, ())):
+            directive = self._directives[name]
+            directive.waiting.discard(key)
+            self._count_loaded(directive, key, emit)
+            self._settle(directive, emit)
+
+    # Pins
+
+    def _count_loaded(self, directive: Directive, key: str, emit: _Emit) -> None:
+        if key in directive.loaded:
+            return
+        directive.loaded.add(key)
+        if not directive.pinned:
+            return
+        self._pins[key] = self._pins.get(key, 0) + 1
+        if self._pins[key] == 1:
+            emit(Pin(key))
+
+    def _unpin_all(self, directive: Directive, emit: _Emit) -> None:
+        """Let go of what a directive keeps from eviction."""
+        if not directive.pinned:
+            return
+        directive.pinned = False
+        if not directive.pending:
+            heapq.heappush(self._deadlines, (directive.due_ms(), directive.order, directive.name))
+        for block in directive.blocks:
+            key = block.block_key
+            if key not in directive.loaded or key not in self._pins:
+                continue
+            self._pins[key] -= 1
+            if not self._pins[key]:
+                del self._pins[key]
+                emit(Unpin(key))
+
+    # As a value
+
+    def freeze(self, now_ms: int) -> Frozen:
+        """Return all of it as a hashable value, deadlines as the time that remains."""
+        return Frozen(
+            limits=self.limits,
+            codecs=self._codecs,
+            directives=tuple(directive.freeze(now_ms) for directive in self._directives.values()),
+            wanted=tuple((key, tuple(w.claims.items()), w.job) for key, w in self._wanted.items()),
+            jobs=tuple((number, key, each.freeze(now_ms)) for number, (key, each) in self._jobs.items()),
+            ended=tuple(self._ended),
+            ready=tuple((due - now_ms, order, place, key) for due, order, place, key in sorted(self._ready)),
+            next_job=self._next_job,
+            next_order=self._next_order,
+        )
+
+    @classmethod
+    def thaw(cls, frozen: Frozen, now_ms: int) -> PrefetchTable:
+        """Return the table that `freeze` made this of, as it stands at another time."""
+        self = cls(frozen.limits, codecs=frozen.codecs)
+        for of_directive in frozen.directives:
+            directive = Directive.thaw(of_directive, now_ms)
+            self._enter(directive)
+            self.pending += directive.pending
+            self._pending_blocks += len(directive.blocks) if directive.pending else 0
+            self._kept_blocks += 0 if directive.pending else len(directive.blocks)
+            for key in directive.loaded if directive.pinned else ():
+                self._pins[key] = self._pins.get(key, 0) + 1
+        for key, claims, job in frozen.wanted:
+            self._wanted[key] = _Wanted(claims=dict(claims), job=job)
+        for number, key, of_job in frozen.jobs:
+            self._jobs[number] = (key, BlockLoad.thaw(of_job, now_ms))
+            self.loads += of_job.state is not load.LoadState.OVER
+        self._ended.extend(frozen.ended)
+        self._ready = [(due + now_ms, order, place, key) for due, order, place, key in frozen.ready]
+        self._next_job = frozen.next_job
+        self._next_order = frozen.next_order
+        return self
+
+
+def _take_out(names: dict[str, dict[str, None]], key: str, name: str) -> None:
+    of_key = names[key]
+    del of_key[name]
+    if not of_key:
+        del names[key]
