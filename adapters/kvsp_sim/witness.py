@@ -1,0 +1,391 @@
+"""What an observer on the wire sees, as facts for the safety properties.
+
+The witness reads requests, answers and bodies with readers of its own, so that it shares no mistake with the
+roles; members it does not need it does not read. It looks into no role. Of storage it sees drops, of engines
+what they load, draw and free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvsp_core.heads import Response
+from kvsp_core.identity import component_id
+from kvsp_core.roles.engine import DropShard, EngineCommand, LoadShard
+from kvsp_core.roles.role import BlockName, Call, Respond
+from kvsp_sim.facts import (
+    BlockEvicted,
+    CheckpointAcknowledged,
+    DecisionSent,
+    DecisionTaken,
+    Disclosed,
+    Fact,
+    HolderRestarted,
+    IndexRestarted,
+    LeaseGranted,
+    LeaseReleased,
+    LeaseRenewed,
+    MemberRestarted,
+    PlanAccepted,
+    PlanSent,
+    RangeDropped,
+    RangeLoaded,
+    RecordReturned,
+    RecordTaken,
+    RecordWithdrawn,
+    SessionClosed,
+    SessionOwned,
+    SessionResumed,
+    SessionUnknown,
+    StatusAcknowledged,
+    StepServed,
+    WithdrawalSent,
+)
+from kvsp_sim.properties import Properties
+
+if TYPE_CHECKING:
+    from kvsp_sim.exchange import Leg
+    from kvsp_sim.host import Host
+
+__all__ = ["Witness"]
+
+Range = tuple[int, int]
+
+
+class _Record(msgspec.Struct):
+    block_key: str
+    scope_id: str
+    holder: str
+
+
+class _Granted(msgspec.Struct):
+    ttl_ms: int
+    lease: str = ""
+
+
+class _LeaseRequest(msgspec.Struct):
+    block_keys: list[str] = []
+    ttl_ms: int = 0
+
+
+class _Block(msgspec.Struct):
+    block_key: str
+    replicas: list[_Record]
+
+
+class _LookupAnswer(msgspec.Struct):
+    blocks: list[_Block]
+
+
+class _Epoch(msgspec.Struct):
+    epoch: int
+
+
+class _Checkpoint(msgspec.Struct):
+    epoch: int
+    generated: list[int]
+
+
+class _Resume(msgspec.Struct):
+    epoch: int
+    checkpoint: _Checkpoint
+
+
+class _Placed(msgspec.Struct):
+    session: str
+    epoch: int
+    instance: str
+
+
+class _Fetch(msgspec.Struct):
+    tokens: Range
+
+
+class _Reshard(msgspec.Struct):
+    map: str
+    commit: int | None = None
+    abort: int | None = None
+    to: int | None = None
+    retain: list[Range] = []
+    fetch: list[_Fetch] = []
+    release: list[Range] = []
+    assign: list[Range] = []
+
+    def decision(self) -> tuple[int, bool]:
+        """Return which version is decided, and whether it is a commit."""
+        return (self.commit, True) if self.commit is not None else (self.abort or 0, False)
+
+
+class _Attend(msgspec.Struct):
+    version: int
+    ranges: list[Range] = []
+
+
+class _Session(msgspec.Struct):
+    state: str
+
+
+_read_record = msgspec.json.Decoder(_Record).decode
+_read_granted = msgspec.json.Decoder(_Granted).decode
+_read_lease = msgspec.json.Decoder(_LeaseRequest).decode
+_read_lookup = msgspec.json.Decoder(_LookupAnswer).decode
+_read_epoch = msgspec.json.Decoder(_Epoch).decode
+_read_checkpoint = msgspec.json.Decoder(_Checkpoint).decode
+_read_resume = msgspec.json.Decoder(_Resume).decode
+_read_placed = msgspec.json.Decoder(_Placed).decode
+_read_reshard = msgspec.json.Decoder(_Reshard).decode
+_read_attend = msgspec.json.Decoder(_Attend).decode
+_read_session = msgspec.json.Decoder(_Session).decode
+
+_GONE = ("ended", "failed", "cancelled", "finished")
+
+
+class Witness:
+    """Turns what is seen into facts and passes them on; `index` is the base URI of the index."""
+
+    def __init__(self, properties: Properties, *, index: str = "", block_bytes: int = 0) -> None:
+        self.properties = properties
+        self.index = index
+        self.block_bytes = block_bytes
+        self.observe: Callable[[Fact], None] = properties.observe
+        self._holders: dict[str, str] = {}
+        self._faulty: set[tuple[str, BlockName]] = set()
+        self._answers: dict[tuple[str, str], Callable[[Leg, Respond, bytes], None]] = {
+            ("PUT", "replicas"): self._record_taken,
+            ("DELETE", "replicas"): self._record_withdrawn,
+            ("POST", "lookup"): self._looked_up,
+            ("POST", "leases"): self._lease_granted,
+            ("PUT", "leases"): self._lease_renewed,
+            ("DELETE", "leases"): self._lease_released,
+            ("GET", "blocks"): self._block_disclosed,
+            ("PUT", "blocks"): self._block_disclosed,
+            ("PUT", "instances"): self._status,
+            ("PUT", "sessions"): self._checkpoint,
+            ("POST", "placements"): self._placed,
+            ("GET", "sessions"): self._session_told,
+            ("DELETE", "sessions"): self._session_closed,
+            ("POST", "reshard"): self._reshard_answered,
+            ("POST", "shards"): self._attended,
+        }
+
+    # What the hosts tell
+
+    def called(self, host: Host, call: Call, body: bytes) -> None:
+        """A role sends a request."""
+        if call.base_uri == self.index:
+            self.properties.scopes.check_octets(body)
+        request = call.request
+        path = request.path
+        if request.method == "POST":
+            if path == "reshard":
+                self._plan_sent(call.base_uri, _read_reshard(body))
+            elif path.startswith("sessions/") and path.endswith("/resume"):
+                resume = _read_resume(body)
+                session = path.split("/")[1]
+                generated = tuple(resume.checkpoint.generated)
+                self.observe(SessionOwned(session=session, epoch=resume.epoch, instance=call.base_uri))
+                self.observe(SessionResumed(session=session, epoch=resume.epoch, generated=generated))
+        elif request.method == "DELETE" and path.startswith("replicas/"):
+            holder, key = path.split("/")[1:]
+            self.observe(WithdrawalSent(holder=self._holder(holder), block=key))
+
+    def responded(self, leg: Leg, effect: Respond, body: bytes) -> None:
+        """A role answers a request."""
+        request = leg.exchange.request
+        kind = request.path.removeprefix("ext/").split("/", 1)[0]
+        handler = self._answers.get((request.method, kind))
+        if handler is not None:
+            handler(leg, effect, body)
+
+    def started(self, host: Host) -> None:
+        """A role starts, for the first time or after a crash."""
+        self._holders[component_id(host.base_uri)] = host.base_uri
+        restored = frozenset(name.block_key for tier in host.tiers.values() for name in tier.blocks)
+        shift_ms = host.process.clock_shift_ms
+        self.observe(HolderRestarted(holder=host.base_uri, shift_ms=shift_ms, restored=restored))
+        if host.base_uri == self.index and host.life > 1:
+            self.observe(IndexRestarted())
+
+    def crashed(self, host: Host) -> None:
+        """A role lost its memory."""
+        self.observe(MemberRestarted(member=host.base_uri))
+
+    def tier_fault(self, host: Host, name: BlockName) -> None:
+        """A tier gave a block out wrong, or not at all."""
+        self._faulty.add((host.base_uri, name))
+
+    def dropped(self, host: Host, name: BlockName) -> None:
+        """A role gave up a copy of a block."""
+        if any(name in tier.blocks for tier in host.tiers.values()):
+            return
+        fault = (host.base_uri, name) in self._faulty
+        self._faulty.discard((host.base_uri, name))
+        self.observe(
+            BlockEvicted(holder=host.base_uri, block=name.block_key, now_ms=host.now_ms, fault=fault)
+        )
+
+    def commanded(self, host: Host, command: EngineCommand) -> None:
+        """A role commands its engine."""
+        if type(command) is LoadShard:
+            self.observe(RangeLoaded(map_id=command.map_id, member=host.base_uri, tokens=command.tokens))
+        elif type(command) is DropShard:
+            self.observe(RangeDropped(map_id=command.map_id, member=host.base_uri, tokens=command.tokens))
+
+    def answered(self, host: Host, call: Call, response: Response, body: bytes) -> None:
+        """A role gets the answer to a call."""
+
+    def streamed(self, leg: Leg, data: bytes, end: bool) -> None:
+        """A role sends a piece of a streamed answer."""
+
+    def line_received(self, host: Host, call: Call, line: bytes) -> None:
+        """A role gets a line of a streamed answer."""
+
+    # What it means
+
+    def _holder(self, holder_id: str) -> str:
+        return self._holders.get(holder_id, holder_id)
+
+    def _record_taken(self, leg: Leg, effect: Respond, body: bytes) -> None:
+        if effect.response.is_success:
+            record = _read_record(leg.exchange.body)
+            granted = _read_granted(body)
+            until_ms = leg.server.now_ms + granted.ttl_ms
+            self.observe(Disclosed(client=leg.client, scope=record.scope_id))
+            self.observe(RecordTaken(holder=record.holder, block=record.block_key, until_ms=until_ms))
+
+    def _record_withdrawn(self, leg: Leg, effect: Respond, _: bytes) -> None:
+        if effect.response.status == 204:
+            holder, key = leg.exchange.request.path.split("/")[1:]
+            self.observe(RecordWithdrawn(holder=self._holder(holder), block=key))
+
+    def _looked_up(self, leg: Leg, effect: Respond, body: bytes) -> None:
+        if not effect.response.is_success:
+            return
+        now_ms = leg.server.now_ms
+        scopes = set()
+        for block in _read_lookup(body).blocks:
+            for record in block.replicas:
+                scopes.add(record.scope_id)
+                self.observe(RecordReturned(holder=record.holder, block=block.block_key, now_ms=now_ms))
+        for scope in sorted(scopes):
+            self.observe(Disclosed(client=leg.client, scope=scope))
+
+    def _lease_granted(self, leg: Leg, effect: Respond, body: bytes) -> None:
+        if effect.response.status != 201 or not leg.connection.open:
+            return
+        granted = _read_granted(body)
+        keys = _read_lease(leg.exchange.body).block_keys
+        now_ms = leg.server.now_ms
+        self.observe(
+            LeaseGranted(
+                holder=leg.server.base_uri,
+                lease=granted.lease,
+                client=leg.client,
+                blocks=tuple((key, self.block_bytes) for key in keys),
+                now_ms=now_ms,
+                until_ms=now_ms + granted.ttl_ms,
+            )
+        )
+
+    def _lease_renewed(self, leg: Leg, effect: Respond, body: bytes) -> None:
+        if effect.response.status == 200:
+            now_ms = leg.server.now_ms
+            self.observe(
+                LeaseRenewed(
+                    holder=leg.server.base_uri,
+                    lease=leg.exchange.request.path.split("/")[1],
+                    now_ms=now_ms,
+                    until_ms=now_ms + _read_granted(body).ttl_ms,
+                )
+            )
+
+    def _lease_released(self, leg: Leg, effect: Respond, _: bytes) -> None:
+        if effect.response.status == 204:
+            lease = leg.exchange.request.path.split("/")[1]
+            self.observe(LeaseReleased(holder=leg.server.base_uri, lease=lease))
+
+    def _block_disclosed(self, leg: Leg, effect: Respond, _: bytes) -> None:
+        if effect.response.is_success:
+            scope = leg.exchange.request.path.split("/")[2]
+            self.observe(Disclosed(client=leg.client, scope=scope))
+
+    def _status(self, leg: Leg, effect: Respond, _: bytes) -> None:
+        if effect.response.status == 200:
+            epoch = _read_epoch(leg.exchange.body).epoch
+            self.observe(StatusAcknowledged(instance=leg.client, epoch=epoch))
+
+    def _checkpoint(self, leg: Leg, effect: Respond, body: bytes) -> None:
+        session = leg.exchange.request.path.split("/")[1]
+        if effect.response.status == 200:
+            checkpoint = _read_checkpoint(leg.exchange.body)
+            self.observe(
+                CheckpointAcknowledged(
+                    session=session,
+                    epoch=checkpoint.epoch,
+                    instance=leg.client,
+                    generated=tuple(checkpoint.generated),
+                )
+            )
+        elif effect.response.status == 404:
+            self.observe(SessionUnknown(session=session))
+
+    def _placed(self, leg: Leg, effect: Respond, body: bytes) -> None:
+        if effect.response.is_success:
+            placed = _read_placed(body)
+            self.observe(SessionOwned(session=placed.session, epoch=placed.epoch, instance=placed.instance))
+
+    def _session_told(self, leg: Leg, effect: Respond, body: bytes) -> None:
+        parts = leg.exchange.request.path.split("/")
+        if len(parts) != 3:
+            return
+        if effect.response.status == 404:
+            self.observe(SessionUnknown(session=parts[2]))
+        elif effect.response.is_success and _read_session(body).state in _GONE:
+            self.observe(SessionClosed(session=parts[2]))
+
+    def _session_closed(self, leg: Leg, effect: Respond, _: bytes) -> None:
+        if effect.response.is_success:
+            self.observe(SessionClosed(session=leg.exchange.request.path.split("/")[2]))
+
+    def _plan_sent(self, member: str, plan: _Reshard) -> None:
+        if plan.to is None:
+            version, commit = plan.decision()
+            self.observe(DecisionSent(map_id=plan.map, version=version, commit=commit))
+            return
+        self.observe(
+            PlanSent(
+                map_id=plan.map,
+                version=plan.to,
+                member=member,
+                retain=tuple(plan.retain),
+                fetch=tuple(fetch.tokens for fetch in plan.fetch),
+                release=tuple(plan.release),
+                assign=tuple(plan.assign),
+            )
+        )
+
+    def _reshard_answered(self, leg: Leg, effect: Respond, _: bytes) -> None:
+        if effect.response.status != 200:
+            return
+        plan = _read_reshard(leg.exchange.body)
+        member = leg.server.base_uri
+        if plan.to is not None:
+            self.observe(PlanAccepted(map_id=plan.map, version=plan.to, member=member))
+            return
+        version, commit = plan.decision()
+        self.observe(DecisionTaken(map_id=plan.map, version=version, member=member, commit=commit))
+
+    def _attended(self, leg: Leg, effect: Respond, _: bytes) -> None:
+        if effect.response.status == 200:
+            step = _read_attend(leg.exchange.body)
+            self.observe(
+                StepServed(
+                    map_id=leg.exchange.request.path.split("/")[2],
+                    version=step.version,
+                    member=leg.server.base_uri,
+                    ranges=tuple(step.ranges),
+                )
+            )
