@@ -23,6 +23,7 @@ __all__ = [
     "MAX_DIRECTIVE_MS",
     "MAX_EARLY_TOKENS",
     "MAX_HOLD_MS",
+    "MAX_INSTANCES",
     "MAX_KEPT_BLOCKS",
     "MAX_LEASES_PER_CLIENT",
     "MAX_LEASE_TTL_MS",
@@ -31,10 +32,14 @@ __all__ = [
     "MAX_PENDING_DIRECTIVES",
     "MAX_REPLICAS_PER_KEY",
     "MAX_SOURCES_PER_BLOCK",
+    "MAX_STATUS_TTL_MS",
     "MAX_TOKENS_PER_CHECKPOINT",
     "MAX_UNCOVERED_TOKENS",
     "OUTPUT_WINDOW_TOKENS",
     "RESHARD_RETRY_MS",
+    "STATE_RETRY_MS",
+    "STATUS_RETRY_MS",
+    "WARM_UP_MS",
 ]
 
 MAX_LOOKUP_KEYS: Final = 8192
@@ -117,3 +122,21 @@ MAX_PENDING_BLOCKS: Final = 65_536
 MAX_KEPT_BLOCKS: Final = 65_536
 """Blocks of all ended prefetch directives that are remembered; beyond it the oldest directive is forgotten
 first."""
+STATUS_RETRY_MS: Final = 250
+"""How long an instance waits, at most, before it sends a status again that failed; it doubles with each
+failure up to a third of the record's TTL.
+"""
+
+MAX_STATUS_TTL_MS: Final = 60_000
+"""Longest time a controller believes a status record, and what it gives each instance after its own
+restart.
+"""
+
+MAX_INSTANCES: Final = 4096
+"""Instances one controller knows; a status of one more is 503."""
+
+STATE_RETRY_MS: Final = 1000
+"""How long a controller waits before it asks an instance again for a state that it does not report yet."""
+
+WARM_UP_MS: Final = 30_000
+"""How long a new incarnation of an instance counts for less in placement."""
