@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Final, NoReturn
 import attrs
 import rfc8785
 
-from kvsp_core.errors import LimitExceeded, LocalProtocolError, RemoteProtocolError
-from kvsp_core.limits import MAX_BASE_URI_CHARS, MAX_DESCRIPTOR_BYTES
+from kvsp_core.errors import LocalProtocolError, RemoteProtocolError
+from kvsp_core.limits import MAX_BASE_URI_CHARS
 from kvsp_core.registries import INITIAL_REGISTRIES, Registries
 from kvsp_core.strict_json import Json, frozen_json, kind_of, strict_json, thawed_json
 
@@ -89,11 +89,9 @@ class CompatibilityDescriptor:
                 raise RemoteProtocolError("give known members by their own names", member="other_members")
             members = _frozen_members(known | others)
             _check_members(members, self.registries)
+            canonical = _canonical(members)
         except RemoteProtocolError as error:
             raise LocalProtocolError(str(error)) from None
-        canonical = rfc8785.dumps(thawed_json(members))  # type: ignore[arg-type]
-        if len(canonical) > MAX_DESCRIPTOR_BYTES:
-            raise LimitExceeded(f"a descriptor has at most {MAX_DESCRIPTOR_BYTES} octets")
         set_field = object.__setattr__
         set_field(self, "adapters", members.get("adapters", ()))
         set_field(self, "other_members", MappingProxyType(others))
@@ -122,6 +120,7 @@ class CompatibilityDescriptor:
         """
         others = _frozen_members(members)
         _check_members(others, registries)
+        _canonical(others)
         known = {name: others.pop(name) for name in (*_MEMBERS, "adapters") if name in others}
         return cls(**known, other_members=others, registries=registries)  # type: ignore[arg-type]
 
@@ -163,6 +162,16 @@ def _frozen_members(members: object) -> dict[str, Json]:
     frozen = frozen_json(members)
     assert isinstance(frozen, Mapping)
     return dict(frozen)
+
+
+def _canonical(members: Mapping[str, Json]) -> bytes:
+    """Return the canonical form (RFC 8785), which has to be a document that can be read again.
+
+    It might not be: 1e20, which is a number like any other, is written as an integer too large to be read.
+    """
+    canonical = rfc8785.dumps(thawed_json(members))  # type: ignore[arg-type]
+    strict_json(canonical)
+    return canonical
 
 
 def _check_members(members: Mapping[str, object], registries: Registries) -> None:

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Final, NoReturn, TypeAlias
+from typing import Final, TypeAlias
 
 from kvsp_core.errors import LimitExceeded, RemoteProtocolError
 from kvsp_core.limits import MAX_DESCRIPTOR_BYTES, MAX_DESCRIPTOR_DEPTH
@@ -21,12 +21,16 @@ Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json
 """A JSON value. Those that are kept are immutable: tuples and read-only mappings."""
 
 _MAX_INTEGER: Final = 2**53 - 1
+_LONGEST_INTEGER: Final = 20
 # A string, closed or not, is one token, so that the scan is linear whatever the text.
 _NESTING: Final = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[{\]}]', re.DOTALL)
 
 
-def strict_json(octets: bytes | bytearray | memoryview) -> object:
-    """Parse a JSON document, refusing whatever two readers could understand differently."""
+def strict_json(octets: bytes | bytearray | memoryview) -> Json:
+    """Return the value of a JSON document, immutable, refusing what two readers could understand differently.
+
+    Raises `RemoteProtocolError`, naming the member where there is one, or `LimitExceeded`.
+    """
     if len(octets) > MAX_DESCRIPTOR_BYTES:
         raise LimitExceeded(f"a descriptor has at most {MAX_DESCRIPTOR_BYTES} octets, found {len(octets)}")
     try:
@@ -39,17 +43,15 @@ def strict_json(octets: bytes | bytearray | memoryview) -> object:
         if depth > MAX_DESCRIPTOR_DEPTH:
             raise RemoteProtocolError(f"a descriptor nests at most {MAX_DESCRIPTOR_DEPTH} levels deep")
     try:
-        value: object = json.loads(
+        value = json.loads(
             text,
             object_pairs_hook=_unique_members,
-            parse_int=_safe_integer,
-            parse_float=_finite_number,
-            parse_constant=_refuse_constant,
+            parse_int=_integer,
         )
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise RemoteProtocolError(f"not JSON at {where}: {error.msg}") from None
-    return value
+    return frozen_json(value)
 
 
 def _unique_members(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -61,21 +63,9 @@ def _unique_members(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return members
 
 
-def _safe_integer(digits: str) -> int:
-    if len(digits) > 17 or abs(int(digits)) > _MAX_INTEGER:
-        raise RemoteProtocolError(f"an integer is beyond {_MAX_INTEGER}, where JSON loses precision")
-    return int(digits)
-
-
-def _finite_number(digits: str) -> float:
-    number = float(digits)
-    if math.isinf(number):
-        raise RemoteProtocolError("a number is too large for a double")
-    return number
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise RemoteProtocolError(f"{name} is not JSON")
+def _integer(digits: str) -> int:
+    # Python reads long integers in quadratic time; of one that is refused anyway the value does not matter.
+    return int(digits) if len(digits) <= _LONGEST_INTEGER else _MAX_INTEGER + 1
 
 
 def frozen_json(value: object, member: str = "", depth: int = 1) -> Json:
@@ -91,9 +81,12 @@ def frozen_json(value: object, member: str = "", depth: int = 1) -> Json:
         case int() if abs(value) <= _MAX_INTEGER:
             return value
         case int():
-            raise RemoteProtocolError(f"an integer is beyond {_MAX_INTEGER}", member=member)
+            detail = f"holds an integer beyond {_MAX_INTEGER}, which JSON does not keep exactly"
+            raise RemoteProtocolError(detail, member=member)
         case float() if math.isfinite(value):
             return value
+        case float():
+            raise RemoteProtocolError("holds a number that JSON does not have", member=member)
         case str() if _is_unicode(value):
             return value
         case list() | tuple():
@@ -103,8 +96,8 @@ def frozen_json(value: object, member: str = "", depth: int = 1) -> Json:
             return MappingProxyType(
                 {name: frozen_json(item, path + name, depth + 1) for name, item in value.items()}
             )
-        case float() | str() | Mapping():
-            raise RemoteProtocolError("holds a number or a text that JSON cannot carry", member=member)
+        case str() | Mapping():
+            raise RemoteProtocolError("holds a text that is not Unicode", member=member)
         case _:
             raise RemoteProtocolError(f"holds {kind_of(value)}", member=member)
 

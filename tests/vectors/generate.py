@@ -142,10 +142,11 @@ def invalid_descriptors() -> list[dict[str, Any]]:
     refuse("a member twice", text[:-1] + ',"layers":32}', "layers", "a member is given twice")
     refuse("a nested member twice", text[:-1] + ',"zz":{"a":1,"a":1}}', "a", "a member is given twice")
     for number in ("NaN", "Infinity", "-Infinity"):
-        refuse(f"{number}", text[:-1] + f',"zz":{number}}}', "", f"{number} is not JSON")
-    refuse("1e400", text[:-1] + ',"zz":1e400}', "", "too large for a double")
+        refuse(f"{number}", text[:-1] + f',"zz":{number}}}', "zz", f"{number} is not JSON")
+    refuse("1e400", text[:-1] + ',"zz":[1e400]}', "zz[0]", "too large for a double")
+    refuse("1e20", text[:-1] + ',"zz":1e20}', "zz", "its canonical form is an integer beyond 2^53-1")
     for number in (2**53, -(2**53), 10**40):
-        refuse(f"integer {number}", text[:-1] + f',"zz":{number}}}', "", "beyond 2^53-1")
+        refuse(f"integer {number}", text[:-1] + f',"zz":{number}}}', "zz", "beyond 2^53-1")
     refuse("half a surrogate pair", text[:-1] + ',"zz":"\\ud800"}', "zz", "not Unicode text")
     refuse("half a surrogate pair in a name", text[:-1] + ',"\\ud800":1}', "", "not Unicode text")
     refuse("nested too deep", text[:-1] + ',"zz":' + "[" * 100 + "]" * 100 + "}", "", "nests too deep")
