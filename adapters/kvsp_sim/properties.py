@@ -473,8 +473,15 @@ class _Move:
     decision: bool | None = None
 
     def owned(self, member: str) -> Ranges:
+        """Return what a member owns in this version; ranges that touch are one."""
         plan = self.plans.get(member)
-        return () if plan is None else plan.retain + plan.fetch + plan.assign
+        owned: list[tuple[int, int]] = []
+        for start, end in sorted(plan.retain + plan.fetch + plan.assign) if plan is not None else ():
+            if owned and owned[-1][1] == start:
+                owned[-1] = (owned[-1][0], end)
+            else:
+                owned.append((start, end))
+        return tuple(owned)
 
 
 def _overlap(ranges: Ranges, other: tuple[int, int]) -> bool:
