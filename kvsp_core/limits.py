@@ -30,17 +30,24 @@ __all__ = [
     "MAX_LOOKUP_KEYS",
     "MAX_PENDING_BLOCKS",
     "MAX_PENDING_DIRECTIVES",
+    "MAX_PLACED_MS",
     "MAX_REPLICAS_PER_KEY",
+    "MAX_RESUME_ATTEMPTS",
+    "MAX_SESSION_IDLE_MS",
     "MAX_SOURCES_PER_BLOCK",
     "MAX_STATUS_TTL_MS",
     "MAX_TOKENS_PER_CHECKPOINT",
     "MAX_UNCOVERED_TOKENS",
     "OUTPUT_WINDOW_TOKENS",
     "RESHARD_RETRY_MS",
+    "RESUME_DEADLINE_MS",
+    "RESUME_WAIT_MS",
+    "SESSION_KEPT_MS",
     "STATE_RETRY_MS",
     "STATUS_RETRY_MS",
     "WARM_UP_MS",
 ]
+
 
 MAX_LOOKUP_KEYS: Final = 8192
 """Block keys in one lookup; more is 413, and clients split a longer prefix into several lookups (LK-4)."""
@@ -97,7 +104,6 @@ this."""
 DIRECTIVE_KEPT_MS: Final = 60_000
 """How long the outcome of a prefetch directive can be read after it ended; then it is 404."""
 
-
 MAX_TOKENS_PER_CHECKPOINT: Final = 64
 """Output tokens between two checkpoints of a session, at most (CP-1)."""
 
@@ -122,6 +128,7 @@ MAX_PENDING_BLOCKS: Final = 65_536
 MAX_KEPT_BLOCKS: Final = 65_536
 """Blocks of all ended prefetch directives that are remembered; beyond it the oldest directive is forgotten
 first."""
+
 STATUS_RETRY_MS: Final = 250
 """How long an instance waits, at most, before it sends a status again that failed; it doubles with each
 failure up to a third of the record's TTL.
@@ -140,3 +147,21 @@ STATE_RETRY_MS: Final = 1000
 
 WARM_UP_MS: Final = 30_000
 """How long a new incarnation of an instance counts for less in placement."""
+
+MAX_PLACED_MS: Final = 60_000
+"""How long a session may be placed without a checkpoint; then it has failed (decision W19)."""
+
+MAX_SESSION_IDLE_MS: Final = 600_000
+"""How long a running session may send no checkpoint; then it has failed, since nobody serves it."""
+
+RESUME_DEADLINE_MS: Final = 5_000
+"""How long an instance may take to confirm a resume; then the next one is asked (decision W20)."""
+
+RESUME_WAIT_MS: Final = 30_000
+"""How long a session waits for an instance that can resume it; then it has failed."""
+
+MAX_RESUME_ATTEMPTS: Final = 4
+"""Instances asked in a row to resume a session; when the last has not confirmed it has failed."""
+
+SESSION_KEPT_MS: Final = 60_000
+"""How long it can be read how a session ended; then it is 404."""
