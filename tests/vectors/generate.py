@@ -140,6 +140,7 @@ def invalid_descriptors() -> list[dict[str, Any]]:
         wrong("positional", value, "not of the registered syntax")
     text = canonical(PUBLISHED)
     refuse("a member twice", text[:-1] + ',"layers":32}', "layers", "a member is given twice")
+    refuse("a member twice, differing", text[:-1] + ',"layers":33}', "layers", "a member is given twice")
     refuse("a nested member twice", text[:-1] + ',"zz":{"a":1,"a":1}}', "a", "a member is given twice")
     for number in ("NaN", "Infinity", "-Infinity"):
         refuse(f"{number}", text[:-1] + f',"zz":{number}}}', "zz", f"{number} is not JSON")
