@@ -39,6 +39,7 @@ __all__ = [
     "MAX_TOKENS_PER_CHECKPOINT",
     "MAX_UNCOVERED_TOKENS",
     "OUTPUT_WINDOW_TOKENS",
+    "PROMPT_WAIT_MS",
     "RESHARD_RETRY_MS",
     "RESUME_DEADLINE_MS",
     "RESUME_WAIT_MS",
@@ -165,3 +166,6 @@ MAX_RESUME_ATTEMPTS: Final = 4
 
 SESSION_KEPT_MS: Final = 60_000
 """How long it can be read how a session ended; then it is 404."""
+
+PROMPT_WAIT_MS: Final = 10_000
+"""How long a resumed session whose prompt blocks are gone waits for the front end to bring the prompt."""
