@@ -335,9 +335,9 @@ class IncomingBlock:
         self._octets = memory
 
     def _read_layers(self, header: ContainerHeader, events: list[BlockEvent]) -> None:
-        filled, digests = self._filled, self._digests
-        for layer in header.layers[len(digests) :]:
-            end = self._bounds[len(digests)][2]
+        filled, digests, bounds = self._filled, self._digests, self._bounds
+        while len(digests) < len(bounds):
+            layer, (_, _, end) = header.first_layer + len(digests), bounds[len(digests)]
             upto = min(end, filled)
             if upto > self._hashed:
                 fresh = self._octets[self._hashed : upto]

@@ -219,9 +219,9 @@ def test_members_nested_too_deep_are_refused_whatever_their_form() -> None:
     deep: Any = 1
     for _ in range(2000):
         deep = [deep]
-    with pytest.raises(RemoteProtocolError, match="nests more than 32 levels"):
+    with pytest.raises(RemoteProtocolError, match="nests at most 32 levels"):
         CompatibilityDescriptor.from_members(MEMBERS | {"zz": deep})
-    with pytest.raises(LocalProtocolError, match="nests more than 32 levels"):
+    with pytest.raises(LocalProtocolError, match="nests at most 32 levels"):
         descriptor(other_members={"zz": deep})
 
 

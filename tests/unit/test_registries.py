@@ -111,3 +111,7 @@ def test_tiers_from_fast_to_slow_and_unknown_ones_slowest() -> None:
     ]
     tape = StorageTier(name="tape", rank=9, description="")
     assert tier_rank("tape", STORAGE_TIERS.with_entry("tape", tape)) == 9
+
+
+def test_a_registry_shows_itself_in_one_line() -> None:
+    assert repr(STORAGE_TIERS) == "<Registry KVSP Storage Tiers: 5 entries>"
