@@ -1,0 +1,92 @@
+"""One exchange on a stream, and the budgets that keep floods in bounds."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from h2.stream import H2Stream
+
+__all__ = ["Budget", "Exchange"]
+
+
+class Budget:
+    """How many things a peer may still make us do: a burst, refilled by time."""
+
+    __slots__ = ("_burst", "_left", "_per_s", "_since_ms")
+
+    def __init__(self, burst: int, per_s: int, now_ms: int) -> None:
+        self._burst = self._left = burst * 1000
+        self._per_s = per_s
+        self._since_ms = now_ms
+
+    def spend(self, now_ms: int) -> bool:
+        """Take one; return whether there was one."""
+        self._left = min(self._burst, self._left + (now_ms - self._since_ms) * self._per_s)
+        self._since_ms = now_ms
+        if self._left < 1000:
+            return False
+        self._left -= 1000
+        return True
+
+
+class Exchange:
+    """One request and its response on a stream: how far both have got."""
+
+    __slots__ = (
+        "body_ended",
+        "credit",
+        "expected",
+        "gone",
+        "head_received",
+        "head_sent",
+        "method",
+        "moved",
+        "out",
+        "out_bytes",
+        "out_end",
+        "out_ended",
+        "pressed",
+        "queued",
+        "received",
+        "sent_bytes",
+        "state",
+        "stream_id",
+        "unacknowledged",
+        "untold",
+        "wants_continue",
+        "window",
+    )
+
+    def __init__(self, stream_id: int, state: H2Stream, window: int) -> None:
+        self.stream_id = stream_id
+        self.state = state
+        self.method = ""
+        self.gone = False
+        """Whether it is over; calls for it do nothing any more."""
+        self.untold = False
+        """Whether nobody was told of it: it was refused here."""
+        # What comes in: octets the peer may still send, octets that count but were not acknowledged,
+        # octets acknowledged that the peer was not told of.
+        self.window = window
+        self.unacknowledged = 0
+        self.credit = 0
+        self.head_received = self.body_ended = self.wants_continue = False
+        self.expected: int | None = None
+        self.received = 0
+        # What goes out.
+        self.head_sent = self.out_end = self.out_ended = False
+        self.out: deque[memoryview] = deque()
+        self.out_bytes = self.sent_bytes = 0
+        self.queued = self.pressed = False
+        self.moved = False
+        """Whether octets moved since the timer last looked."""
+
+    @property
+    def waits_for_peer(self) -> bool:
+        """Whether the next octet is the peer's to send, or to make room for."""
+        return self.out_bytes > 0 or (self.head_received and not self.body_ended and not self.unacknowledged)
+
+    @property
+    def has_output(self) -> bool:
+        """Whether there is something to put into frames."""
+        return self.out_bytes > 0 or (self.out_end and not self.out_ended)

@@ -1,0 +1,332 @@
+"""HTTP/2 without I/O: the server's and the client's end of a connection (RFC 9113; requirements HT-3, HT-9).
+
+Octets and time go in, events and octets come out; there is no TLS here, so that a simulator and fuzzers can
+drive it. One connection belongs to one role: targets outside its base URI are answered here, as are heads
+that cannot be read. No body is compressed (decision W23).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Final
+from urllib.parse import urlsplit
+
+import attrs
+from h2 import events as h2_events
+from h2.errors import ErrorCodes
+from hpack import NeverIndexedHeaderTuple
+
+from kvsp_core.answers import problem_response
+from kvsp_core.errors import LocalProtocolError, RemoteProtocolError
+from kvsp_core.heads import (
+    Request,
+    Response,
+    request_fields,
+    request_from_fields,
+    response_fields,
+    response_from_fields,
+)
+from kvsp_core.problems import BAD_REQUEST, UNKNOWN_RESOURCE, Problem, blank
+from kvsp_h2.connection import DRAIN_PING, HIGHEST_STREAM, Connection
+from kvsp_h2.events import (
+    BodyEnded,
+    ConnectionEnded,
+    ContinueReceived,
+    DataReceived,
+    Event,
+    ExchangeEnded,
+    GoingAway,
+    OutputReady,
+    RequestReceived,
+    ResponseReceived,
+)
+from kvsp_h2.exchange import Exchange
+from kvsp_h2.fields import HeaderList, Malformed, RequestHead, list_bytes, request_head, response_head
+from kvsp_h2.frames import HEADERS, PREFACE, Buffer, Fault, goaway
+from kvsp_h2.limits import WireLimits
+
+__all__ = [
+    "BodyEnded",
+    "ClientConnection",
+    "ConnectionEnded",
+    "ContinueReceived",
+    "DataReceived",
+    "Event",
+    "ExchangeEnded",
+    "GoingAway",
+    "OutputReady",
+    "RequestReceived",
+    "ResponseReceived",
+    "ServerConnection",
+    "WireLimits",
+    "http1_refusal",
+]
+
+_DRAIN_PING_MS: Final = 1000
+"""Time for a client to learn that a server is going away, before it is held to it."""
+_DEFAULT_LIMITS: Final = WireLimits()
+_ASSUMED_STREAMS: Final = 100
+"""Requests at a time until the server has said how many it allows."""
+# Values that do not come again, or that are nobody's business: kept out of the tables of both ends.
+_NEVER_INDEXED: Final = frozenset(
+    (b":path", b"location", b"content-length", b"content-digest", b"repr-digest")
+)
+_BODILESS: Final = frozenset((204, 304))
+
+
+def http1_refusal(status: str, text: str) -> bytes:
+    """Return an HTTP/1.1 answer for a peer that speaks nothing newer: status line and one line of text."""
+    return (
+        f"HTTP/1.1 {status}\r\nconnection: close\r\ncache-control: no-store\r\ncontent-type: text/plain\r\n"
+        f"content-length: {len(text) + 2}\r\n\r\n{text}\r\n"
+    ).encode("ascii")
+
+
+_OTHER_PROTOCOL: Final = http1_refusal("505 HTTP Version Not Supported", "This service speaks HTTP/2.")
+
+
+class ServerConnection(Connection):
+    """The server's end.
+
+    `base_uri` is that of the role behind it: the path of a `Request` is what follows it.
+    """
+
+    _CLIENT: ClassVar[bool] = False
+
+    def __init__(self, base_uri: str, now_ms: int, limits: WireLimits = _DEFAULT_LIMITS) -> None:
+        super().__init__(now_ms, limits)
+        self._base_path = urlsplit(base_uri).path
+        self._preface = PREFACE
+        # What we say first waits for the client's preface: who speaks something else gets an answer in kind.
+        self._greeting = bytes(self._control)
+        self._control.clear()
+
+    def accept_body(self, stream_id: int) -> None:
+        """Ask for the body of a request whose client waits for that (``Expect: 100-continue``)."""
+        exchange = self._exchanges.get(stream_id)
+        if exchange is not None and exchange.wants_continue and not exchange.head_sent:
+            exchange.wants_continue = False
+            self._h2.send_headers(stream_id, [(b":status", b"100")])
+            self._control += self._h2.data_to_send()
+
+    def respond(self, stream_id: int, response: Response, body: Buffer = b"", *, end: bool = True) -> bool:
+        """Answer a request; where `end` is false, more of the body follows by `send_data`.
+
+        A body that the client is still sending is not waited for: once the answer is out, the client is told
+        to stop. Returns whether there is room for more. Raises `LocalProtocolError` where it was answered.
+        """
+        exchange = self._exchanges.get(stream_id)
+        if exchange is None:
+            return True
+        if exchange.head_sent:
+            raise LocalProtocolError("a request is answered once")
+        if response.status < 200:
+            raise LocalProtocolError("an answer has a status of 200 or more")
+        bodiless = exchange.method == "HEAD" or response.status in _BODILESS
+        ends = bodiless or (end and not len(body))
+        headers: HeaderList = [(b":status", b"%d" % response.status)]
+        headers += response_fields(response)
+        self._h2.send_headers(stream_id, _guarded(headers), end_stream=ends)
+        self._head_sent(exchange, end=ends)
+        if ends:
+            self._finish_answer(exchange)
+            return True
+        return self.send_data(stream_id, body, end=end)
+
+    def _read(self, view: memoryview) -> None:
+        if self._preface:
+            view = self._read_preface(view)
+        super()._read(view)
+
+    def _read_preface(self, view: memoryview) -> memoryview:
+        """Take the client's preface (RFC 9113, 3.4), or answer who speaks something else."""
+        count = min(len(self._preface), view.nbytes)
+        if view[:count] != self._preface[:count]:
+            text = PREFACE[: -len(self._preface)] + bytes(view[:64])
+            if text[:3] != b"PRI" and text[:1].isalpha():
+                self._stopped = True
+                self._control += _OTHER_PROTOCOL
+            raise Fault(ErrorCodes.PROTOCOL_ERROR, "the client does not speak HTTP/2")
+        self._preface = self._preface[count:]
+        if not self._preface:
+            self._h2.receive_data(PREFACE)
+            self._control += self._greeting
+            self._greeting = b""
+        return view[count:]
+
+    def _receive_event(self, event: h2_events.Event) -> None:
+        if isinstance(event, h2_events.RequestReceived):
+            self._receive_request(event.stream_id, event.headers, event.stream_ended is not None)
+        else:
+            super()._receive_event(event)
+
+    def _receive_request(self, stream_id: int, headers: HeaderList, ended: bool) -> None:
+        exchange = self._open(stream_id, head_received=True)
+        exchange.body_ended = ended
+        if len(self._exchanges) > self._limits.max_streams or stream_id > self._last_accepted:
+            self._turn_away(exchange, ErrorCodes.REFUSED_STREAM)
+            return
+        try:
+            head = request_head(headers)
+            exchange.method = head.method
+            request, problem = self._understand(head, list_bytes(headers), ended)
+        except Malformed:
+            self._turn_away(exchange, ErrorCodes.PROTOCOL_ERROR)
+            return
+        if request is None:
+            self._refuse(exchange, *problem_response(problem))
+            return
+        exchange.expected = request.content_length
+        exchange.wants_continue = head.expects_continue and not ended
+        self._events.append(RequestReceived(stream_id, request, ended))
+
+    def _understand(self, head: RequestHead, size_bytes: int, ended: bool) -> tuple[Request | None, Problem]:
+        """Return a request, or the problem with it that needs no role."""
+        if size_bytes > self._limits.max_header_list_bytes:
+            return None, Problem(blank(431), "the header list is larger than we allow")
+        path, _, query = head.target.partition("?")
+        if not path.startswith(self._base_path):
+            return None, Problem(UNKNOWN_RESOURCE, "this service has no resource of that path")
+        below = path[len(self._base_path) :]
+        try:
+            request = request_from_fields(head.method, below, query, head.fields, has_body=not ended)
+        except RemoteProtocolError as error:
+            return None, Problem(BAD_REQUEST, str(error))
+        return request, Problem(BAD_REQUEST)
+
+    def _turn_away(self, exchange: Exchange, code: ErrorCodes) -> None:
+        """Reset a stream that nobody was told of."""
+        self._count_reset()
+        self._reset_stream(exchange, code)
+        self._forget(exchange)
+
+    def _refuse(self, exchange: Exchange, response: Response, body: bytes) -> None:
+        """Answer a request that nobody was told of."""
+        exchange.untold = True
+        self.respond(exchange.stream_id, response, body)
+
+    def _output_ended(self, exchange: Exchange) -> None:
+        super()._output_ended(exchange)
+        self._finish_answer(exchange)
+
+    def _finish_answer(self, exchange: Exchange) -> None:
+        """End an exchange that is answered; a client still sending is to stop (RFC 9113, 8.1)."""
+        if not exchange.body_ended:
+            self._reset_stream(exchange, ErrorCodes.NO_ERROR)
+        self._finish(exchange, complete=True)
+
+    def _begin_drain(self) -> None:
+        """Announce the end first, so that requests under way to us are not lost (RFC 9113, 6.8)."""
+        if not self._exchanges:
+            self._stop_accepting()
+            return
+        self._control += goaway(HIGHEST_STREAM, ErrorCodes.NO_ERROR)
+        self._h2.ping(DRAIN_PING)
+        self._goaway_due_ms = self._now_ms + _DRAIN_PING_MS
+        self._collect()
+
+
+class ClientConnection(Connection):
+    """The client's end, to the role at `base_uri`: the path of a `Request` is below that."""
+
+    _CLIENT: ClassVar[bool] = True
+
+    def __init__(self, base_uri: str, now_ms: int, limits: WireLimits = _DEFAULT_LIMITS) -> None:
+        super().__init__(now_ms, limits)
+        parts = urlsplit(base_uri)
+        self._authority = parts.netloc.encode("ascii")
+        self._base_path = parts.path
+
+    @property
+    def can_request(self) -> bool:
+        """Whether one more request may be sent now."""
+        if self._ended or self._peer_left or self._stopped:
+            return False
+        allowed = self._h2.remote_settings.max_concurrent_streams if self._settled else _ASSUMED_STREAMS
+        return len(self._exchanges) < allowed and self._h2.highest_outbound_stream_id < HIGHEST_STREAM - 2
+
+    def request(
+        self, request: Request, body: Buffer = b"", *, end: bool = True, expect_continue: bool = False
+    ) -> int:
+        """Send a request and return its stream; where `end` is false, more of the body follows by
+        `send_data`.
+
+        With `expect_continue` the server is asked to say by `ContinueReceived` that it wants the body. Raises
+        `LocalProtocolError` where `can_request` is false.
+        """
+        if not self.can_request:
+            raise LocalProtocolError("no further request can be sent on this connection now")
+        path = self._base_path + request.path + ("?" + request.query if request.query else "")
+        headers: HeaderList = [
+            (b":method", request.method.encode("ascii")),
+            (b":scheme", b"https"),
+            (b":authority", self._authority),
+            (b":path", path.encode("ascii")),
+            *request_fields(request),
+        ]
+        if expect_continue:
+            headers.append((b"expect", b"100-continue"))
+        ends = end and not len(body)
+        stream_id = self._h2.get_next_available_stream_id()
+        self._h2.send_headers(stream_id, _guarded(headers), end_stream=ends)
+        exchange = self._open(stream_id, head_received=False)
+        exchange.method = request.method
+        self._head_sent(exchange, end=ends)
+        if not ends:
+            self.send_data(stream_id, body, end=end)
+        return stream_id
+
+    def _check_stream(self, kind: int, stream_id: int) -> None:
+        if kind == HEADERS and (stream_id % 2 == 0 or self._is_idle(stream_id)):
+            raise Fault(ErrorCodes.PROTOCOL_ERROR, "HEADERS on a stream that we did not open")
+        super()._check_stream(kind, stream_id)
+
+    def _receive_event(self, event: h2_events.Event) -> None:
+        if isinstance(event, h2_events.ResponseReceived | h2_events.InformationalResponseReceived):
+            exchange = self._exchanges.get(event.stream_id)
+            if exchange is None:
+                return
+            ended = isinstance(event, h2_events.ResponseReceived) and event.stream_ended is not None
+            try:
+                self._receive_response(exchange, event.headers, ended)
+            except (Malformed, RemoteProtocolError) as error:
+                self._abandon(exchange, ErrorCodes.PROTOCOL_ERROR, f"a malformed response: {error}")
+        else:
+            super()._receive_event(event)
+
+    def _receive_response(self, exchange: Exchange, headers: HeaderList, ended: bool) -> None:
+        status, fields = response_head(headers)
+        if list_bytes(headers) > self._limits.max_header_list_bytes:
+            raise Malformed("its header list is larger than we allow")
+        if status < 200:
+            if status == 101:
+                raise Malformed("HTTP/2 has no status 101")
+            if status == 100:
+                self._events.append(ContinueReceived(exchange.stream_id))
+            return
+        response = response_from_fields(status, fields, has_body=True)
+        exchange.head_received = True
+        bodiless = exchange.method == "HEAD" or status in _BODILESS
+        exchange.expected = 0 if bodiless else response.content_length
+        if ended and exchange.expected:
+            raise Malformed("its body is missing")
+        if ended and not bodiless:
+            response = attrs.evolve(response, content_length=0)
+        self._events.append(ResponseReceived(exchange.stream_id, response, ended))
+        if ended:
+            exchange.body_ended = True
+            self._finish_response(exchange)
+
+    def _end_body(self, exchange: Exchange) -> None:
+        super()._end_body(exchange)
+        self._finish_response(exchange)
+
+    def _finish_response(self, exchange: Exchange) -> None:
+        """End an exchange whose response is whole; a body it did not wait for is given up."""
+        if not exchange.out_ended:
+            self._reset_stream(exchange, ErrorCodes.NO_ERROR)
+        self._finish(exchange, complete=True)
+
+
+def _guarded(headers: HeaderList) -> HeaderList:
+    """Return a header list with what is private or never repeated kept out of the compression tables."""
+    return [NeverIndexedHeaderTuple(*field) if field[0] in _NEVER_INDEXED else field for field in headers]

@@ -1,0 +1,217 @@
+"""A whole connection without I/O: HTTP/2 under TLS, driven like either of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Final, Generic, TypeVar
+
+from kvsp_h2.events import ConnectionEnded, Established, Event
+from kvsp_h2.http2 import ClientConnection, ServerConnection, http1_refusal
+from kvsp_h2.limits import WireLimits
+from kvsp_h2.tls import Credentials, Peer, TLSConnection, TLSFailure
+
+__all__ = ["SCRATCH_BYTES", "SecureConnection", "secure_client", "secure_server"]
+
+HTTP = TypeVar("HTTP", ServerConnection, ClientConnection)
+
+SCRATCH_BYTES: Final = 320 << 10
+"""Memory for octets just decrypted: enough for 256 KiB of ciphertext and what was left before."""
+
+_WANTS_HTTP2: Final = http1_refusal("505 HTTP Version Not Supported", "This service speaks HTTP/2.")
+_WANTS_TLS: Final = http1_refusal("400 Bad Request", "This service wants TLS 1.3.")
+
+
+class SecureConnection(Generic[HTTP]):
+    """HTTP/2 over TLS: ciphertext and time in, events and ciphertext out.
+
+    The first event is `Established`, or `ConnectionEnded` where the handshake fails; from then on `http` is
+    what takes requests or answers. `scratch` is memory for decrypted octets; connections whose events are
+    dealt with before octets are next given to any of them may share it.
+    """
+
+    def __init__(
+        self,
+        tls: TLSConnection,
+        begin: Callable[[int], HTTP],
+        now_ms: int,
+        *,
+        limits: WireLimits,
+        is_server: bool,
+        scratch: memoryview | None = None,
+    ) -> None:
+        self._tls = tls
+        self._begin: Callable[[int], HTTP] = begin
+        self._is_server = is_server
+        self._scratch = memoryview(bytearray(SCRATCH_BYTES)) if scratch is None else scratch
+        self._events: deque[Event] = deque()
+        self._due_ms: int | None = now_ms + limits.handshake_ms
+        self._close_ms = limits.close_ms
+        self._clear_text: bytes | None = None
+        """What a peer that does not speak TLS is told, instead of anything else."""
+        self._ended = self._dropped = self._closed_tls = False
+        self._heard = False
+        """Whether the peer has sent anything under TLS: until then it may still refuse our certificate."""
+        self.http: HTTP | None = None
+        """The HTTP/2 connection, once the handshake is complete."""
+        if not is_server:
+            self._tls.handshake()
+
+    @property
+    def peer(self) -> Peer | None:
+        """Who the peer is, once the handshake is complete."""
+        return self._tls.peer
+
+    @property
+    def ended(self) -> bool:
+        """Whether the connection is over: send what `data_to_send` still has, then close."""
+        return self._ended or (self.http is not None and self.http.ended)
+
+    @property
+    def dropped(self) -> bool:
+        """Whether even that is not worth waiting for."""
+        return self._dropped or (self.http is not None and self.http.dropped)
+
+    def receive_data(self, data: bytes | bytearray | memoryview, now_ms: int) -> None:
+        """Take ciphertext."""
+        if self.ended:
+            return
+        try:
+            self._tls.receive_data(data)
+            if self.http is None:
+                if self._tls.peer is None:
+                    return
+                self._establish(now_ms)
+            self._decrypt(now_ms)
+        except TLSFailure as failure:
+            self._fail(str(failure), now_ms)
+            if self._is_server and "without TLS" in str(failure):
+                self._clear_text = _WANTS_TLS
+
+    def receive_eof(self, now_ms: int) -> None:
+        """Take the end of what the peer sends."""
+        if self.http is not None:
+            self.http.receive_eof(now_ms)
+        elif not self._ended:
+            self._end("the connection was closed by the peer", now_ms)
+
+    def next_event(self) -> Event | None:
+        """Return what happened next, or None where nothing is left to tell."""
+        if self._events:
+            return self._events.popleft()
+        return None if self.http is None else self.http.next_event()
+
+    def data_to_send(self) -> bytes:
+        """Return the ciphertext to send next, some 256 KiB at most; empty where there is none."""
+        if self._clear_text is not None:
+            octets, self._clear_text = self._clear_text, b""
+            return octets
+        if self.http is not None and not self._closed_tls:
+            octets = self.http.data_to_send()
+            if octets:
+                self._tls.write(octets)
+            elif self.http.ended:
+                self._closed_tls = True
+                self._tls.close()
+        return self._tls.data_to_send()
+
+    def next_deadline_ms(self) -> int | None:
+        """Return when `handle_timer` is next to be called; None where nothing is pending."""
+        return self._due_ms if self.http is None else self.http.next_deadline_ms()
+
+    def handle_timer(self, now_ms: int) -> None:
+        """Do what is due. Calling too early changes nothing."""
+        if self.http is not None:
+            self.http.handle_timer(now_ms)
+        elif self._due_ms is not None and now_ms >= self._due_ms:
+            if self._ended:
+                self._dropped, self._due_ms = True, None
+            else:
+                self._fail("it did not complete the handshake in time", now_ms)
+
+    def shutdown(self, now_ms: int) -> None:
+        """Close in order: take nothing new, let what is under way end."""
+        if self.http is not None:
+            self.http.shutdown(now_ms)
+        elif not self._ended:
+            self._end("", now_ms)
+
+    def _establish(self, now_ms: int) -> None:
+        peer = self._tls.peer
+        assert peer is not None
+        if not self._tls.speaks_http2:
+            if self._is_server:
+                self._tls.write(_WANTS_HTTP2)
+            raise TLSFailure("it does not speak HTTP/2")
+        self.http = self._begin(now_ms)
+        self._events.append(Established(peer.principal))
+
+    def _decrypt(self, now_ms: int) -> None:
+        """Give HTTP/2 what there is to decrypt. Octets stay where they are until the next call."""
+        http = self.http
+        assert http is not None
+        memory = self._scratch
+        while True:
+            count = self._tls.read_into(memory)
+            if count:
+                self._heard = True
+                http.receive_data(memory[:count], now_ms)
+            if count < memory.nbytes:
+                break
+            memory = memoryview(bytearray(SCRATCH_BYTES))
+        if self._tls.eof:
+            http.receive_eof(now_ms)
+
+    def _fail(self, reason: str, now_ms: int) -> None:
+        """End the connection for what the peer did to TLS; nothing can be encrypted for it any more."""
+        self._closed_tls = True
+        if self.http is None:
+            self._end(f"the peer was refused: {reason}", now_ms)
+        elif self._heard:
+            self.http.abort("the peer broke the protocol of TLS", now_ms)
+        else:
+            self.http.abort(f"the peer refused us: {reason}", now_ms)
+
+    def _end(self, reason: str, now_ms: int) -> None:
+        self._ended = True
+        self._due_ms = now_ms + self._close_ms
+        self._tls.close()
+        self._events.append(ConnectionEnded(reason))
+
+
+def secure_server(
+    credentials: Credentials,
+    base_uri: str,
+    now_ms: int,
+    *,
+    limits: WireLimits | None = None,
+    scratch: memoryview | None = None,
+) -> SecureConnection[ServerConnection]:
+    """Return the server's end of a connection to the role at `base_uri`."""
+    bounds = limits or WireLimits()
+
+    def begin(established_ms: int) -> ServerConnection:
+        return ServerConnection(base_uri, established_ms, bounds)
+
+    return SecureConnection(
+        credentials.accept(), begin, now_ms, limits=bounds, is_server=True, scratch=scratch
+    )
+
+
+def secure_client(
+    credentials: Credentials,
+    base_uri: str,
+    now_ms: int,
+    *,
+    limits: WireLimits | None = None,
+    scratch: memoryview | None = None,
+) -> SecureConnection[ClientConnection]:
+    """Return the client's end of a connection to the role at `base_uri`."""
+    bounds = limits or WireLimits()
+
+    def begin(established_ms: int) -> ClientConnection:
+        return ClientConnection(base_uri, established_ms, bounds)
+
+    return SecureConnection(
+        credentials.dial(base_uri), begin, now_ms, limits=bounds, is_server=False, scratch=scratch
+    )
