@@ -9,6 +9,7 @@ Requirement RR-1; decisions W3 and W4.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 import attrs
@@ -17,7 +18,7 @@ import msgspec
 from kvsp_core.errors import RemoteProtocolError
 from kvsp_core.validation import InvalidValue, Parameters
 
-__all__ = ["decode", "encode", "from_members", "members_of", "parse"]
+__all__ = ["decode", "decoder", "encode", "from_members", "members_of", "parse"]
 
 T = TypeVar("T")
 
@@ -31,14 +32,24 @@ def decode(kind: type[T], octets: bytes | bytearray | memoryview) -> T:
     Raises `RemoteProtocolError`, naming the member, where the document is not JSON, a member is missing, or
     one has a value that is not allowed.
     """
+    return decoder(kind)(octets)
+
+
+def decoder(kind: type[T]) -> Callable[[bytes | bytearray | memoryview], T]:
+    """Return a function that does what `decode` does for one class, for where it is done often."""
     if hasattr(kind, "keyword_members"):
-        return from_members(kind, parse(octets))
-    try:
-        return msgspec.json.decode(octets, type=kind)
-    except msgspec.ValidationError as error:
-        return _decode_last_values(kind, octets, error)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _malformed(error) from None
+        return lambda octets: from_members(kind, parse(octets))
+    read = msgspec.json.Decoder(kind).decode
+
+    def decode_kind(octets: bytes | bytearray | memoryview) -> T:
+        try:
+            return read(octets)
+        except msgspec.ValidationError as error:
+            return _decode_last_values(kind, octets, error)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise _malformed(error) from None
+
+    return decode_kind
 
 
 def _decode_last_values(kind: type[T], octets: bytes | bytearray | memoryview, first: Exception) -> T:
@@ -97,6 +108,7 @@ def _malformed(error: Exception) -> RemoteProtocolError:
 
 _PLACE: Final = re.compile(r"(?P<fault>.*?)(?: - at `(?P<key>key in )?\$(?P<path>.*)`)?", re.DOTALL)
 _MISSING: Final = re.compile(r"Object missing required field `(?P<name>.*?)_?`")
+_BOUND: Final = re.compile(r"Expected `int` (?P<sign>[<>]=) (?P<bound>-?[0-9]+)")
 _UNDERSCORE: Final = re.compile(r"_(?=[.\[]|$)")
 _MISTYPED: Final = re.compile(r"Expected `(?P<expected>[^`]*)`(?P<more>[^`]*), got `?(?P<found>[^`]*)`?")
 
@@ -110,6 +122,11 @@ def _invalid(error: Exception) -> RemoteProtocolError:
         return RemoteProtocolError(error.__cause__.detail, member=_join(path, error.__cause__.member))
     if missing := _MISSING.fullmatch(fault):
         return RemoteProtocolError("is missing", member=_join(path, missing["name"]))
+    if bound := _BOUND.fullmatch(fault):
+        limit = "at least" if bound["sign"] == ">=" else "at most"
+        return RemoteProtocolError(f"expected an integer of {limit} {bound['bound']}", member=path)
+    if fault.startswith("Expected `str` of length"):
+        return RemoteProtocolError("expected a string of another length", member=path)
     if mistyped := _MISTYPED.fullmatch(fault):
         expected = " or ".join(_words(kind) for kind in mistyped["expected"].split(" | "))
         return RemoteProtocolError(
@@ -156,18 +173,22 @@ def members_of(value: object) -> dict[str, Any]:
     for attribute in type(value).__attrs_attrs__:  # type: ignore[attr-defined]
         name = attribute.name
         item = getattr(value, name)
-        if item is None:
-            if "null" not in attribute.metadata:
+        if type(item) not in _AS_THEY_ARE:
+            if item is None and "null" not in attribute.metadata:
                 continue
-        elif item == () and "omit_empty" in attribute.metadata:
-            continue
-        members[name.rstrip("_")] = _plain(item)
+            if item == () and "omit_empty" in attribute.metadata:
+                continue
+            item = _plain(item)
+        members[name.rstrip("_")] = item
     return members
 
 
+_AS_THEY_ARE: Final = frozenset((str, int, float, bool, bytes))
+
+
 def _plain(item: object) -> object:
-    if isinstance(item, tuple):
-        return [_plain(element) for element in item] if item and attrs.has(type(item[0])) else item
-    if isinstance(item, Parameters):
+    if type(item) is tuple:
+        return item if not item or type(item[0]) in _AS_THEY_ARE else [_plain(element) for element in item]
+    if type(item) is Parameters:
         return item.thawed()
     return members_of(item) if attrs.has(type(item)) else item

@@ -9,24 +9,26 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Annotated, Any, Final, TypeAlias
 
 import attrs
+import msgspec
 
 from kvsp_core.registries import STORAGE_TIERS
 from kvsp_core.validation import (
+    MAX_INTEGER,
     MAX_UINT32,
     Parameters,
-    are_hex,
+    are_hex_digits,
     check_array,
     check_base_uri,
     check_boolean,
     check_digest,
     check_hex,
     check_hexes,
+    check_holder,
     check_identifier,
     check_integer,
-    check_moqt_uri,
     check_name,
     check_optional_integer,
     check_pair,
@@ -36,6 +38,7 @@ from kvsp_core.validation import (
     check_tokens,
     check_uuid,
     fail,
+    is_plain_base_uri,
     moqt_fields,
 )
 
@@ -59,6 +62,51 @@ MAX_SEED: Final = 2**64 - 1
 
 # Replicas ---------------------------------------------------------------------------------------------------
 
+# Replica records are read by the thousand. So what reading can check by type, at least cost, is in the types,
+# and checked once more by a converter where a program builds a record; reading does not run converters.
+_Layer: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_UINT32)]
+_Rate: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)]
+_Codec: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_CODEC)]
+_Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)]
+_Ttl: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_INTEGER)]
+_Hex32: TypeAlias = Annotated[str, msgspec.Meta(min_length=64, max_length=64)]
+
+
+def _layers(value: tuple[int, int]) -> tuple[int, int]:
+    check_pair(value, "layers", MAX_UINT32)
+    return value
+
+
+def _rate(value: int | None) -> int | None:
+    check_optional_integer(value, "read_mbit_per_s")
+    return value
+
+
+def _codec(value: int) -> int:
+    check_integer(value, "codec", 1, MAX_CODEC)
+    return value
+
+
+def _size(value: int) -> int:
+    check_integer(value, "size")
+    return value
+
+
+def _ttl_ms(value: int) -> int:
+    check_integer(value, "ttl_ms", 1)
+    return value
+
+
+def _layer_digests(value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    if value is not None:
+        check_hexes(value, "layer_digests")
+    return value
+
+
+def _residency(value: tuple[Residency, ...]) -> tuple[Residency, ...]:
+    check_array(value, "residency", 1)
+    return value
+
 
 @attrs.frozen(kw_only=True)
 class Residency:
@@ -69,25 +117,15 @@ class Residency:
     """
 
     tier: str
-    layers: tuple[int, int]
-    read_mbit_per_s: int | None = None
+    layers: tuple[_Layer, _Layer] = attrs.field(converter=_layers)
+    read_mbit_per_s: _Rate | None = attrs.field(default=None, converter=_rate)
 
     def __attrs_post_init__(self) -> None:
         first, last = self.layers
-        if not (
-            self.tier in _KNOWN_TIERS
-            and type(first) is type(last) is int
-            and 0 <= first <= last <= MAX_UINT32
-            and self.read_mbit_per_s is None
-        ):
-            self._check()
-
-    def _check(self) -> None:
-        check_name(self.tier, "tier")
-        check_pair(self.layers, "layers", MAX_UINT32)
-        if self.layers[0] > self.layers[1]:
+        if first > last:
             raise fail("expected the first layer of an inclusive range before its last", "layers")
-        check_optional_integer(self.read_mbit_per_s, "read_mbit_per_s")
+        if self.tier not in _KNOWN_TIERS:
+            check_name(self.tier, "tier")
 
 
 @attrs.frozen(kw_only=True)
@@ -103,66 +141,77 @@ class ReplicaRecord:
     compat_id: str = attrs.field(repr=False)
     scope_id: str = attrs.field(repr=False)
     holder: str
-    codec: int
-    size: int
+    codec: _Codec = attrs.field(converter=_codec)
+    size: _Size = attrs.field(converter=_size)
     digest: str = attrs.field(repr=False)
-    layer_digests: tuple[str, ...] | None = attrs.field(default=None, repr=False)
-    residency: tuple[Residency, ...]
-    ttl_ms: int
+    layer_digests: tuple[_Hex32, ...] | None = attrs.field(default=None, repr=False, converter=_layer_digests)
+    residency: tuple[Residency, ...] = attrs.field(converter=_residency)
+    ttl_ms: _Ttl = attrs.field(converter=_ttl_ms)
     moqt_namespace: str | None = attrs.field(default=None, repr=False)
 
     def __attrs_post_init__(self) -> None:
-        self._check_names()
-        if self.holder.startswith("https://"):
-            check_base_uri(self.holder, "holder")
-            if self.moqt_namespace is not None:
-                raise fail("is given only where the holder is a moqt URI", "moqt_namespace")
-        else:
-            self._check_moqt()
-        check_integer(self.codec, "codec", 1, MAX_CODEC)
-        check_integer(self.size, "size")
-        check_integer(self.ttl_ms, "ttl_ms", 1)
-        self._check_residency()
+        """Pass a sound record of the usual kind at the least cost: all that is hex is looked at as one text.
 
-    def _check_names(self) -> None:
-        """Check all that is hex in one pass; look at each only to say which one is wrong."""
-        digest = self.digest
-        scope_twice = self.scope_id * 2
-        names = (self.block_key, self.compat_id, scope_twice, digest[8:], *(self.layer_digests or ()))
-        if not (are_hex(names) and digest[:8] == "sha-256:"):
-            check_hex(self.block_key, "block_key")
-            check_hex(self.compat_id, "compat_id")
-            check_hex(self.scope_id, "scope_id", 32)
-            check_digest(digest, "digest")
-            check_hexes(self.layer_digests or (), "layer_digests")
+        Of any other, find out whether it is unusual or wrong.
+        """
+        block_key, compat_id, scope_id, digest = self.block_key, self.compat_id, self.scope_id, self.digest
+        layer_digests = self.layer_digests
+        if layer_digests is not None:
+            joined = "".join([block_key, compat_id, scope_id, digest[8:], *layer_digests])
+            next_layer = 0
+            for entry in self.residency:
+                first, last = entry.layers
+                if first != next_layer:
+                    break
+                next_layer = last + 1
+            else:
+                if (
+                    0 < next_layer <= len(layer_digests)
+                    and len(block_key) == len(compat_id) == 64
+                    and len(scope_id) == 32
+                    and len(joined) == 224 + 64 * len(layer_digests)
+                    and are_hex_digits(joined)
+                    and digest[:8] == "sha-256:"
+                    and is_plain_base_uri(self.holder) is not None
+                    and self.moqt_namespace is None
+                ):
+                    return
+        self._check()
+
+    def _check(self) -> None:
+        check_hex(self.block_key, "block_key")
+        check_hex(self.compat_id, "compat_id")
+        check_hex(self.scope_id, "scope_id", 32)
+        check_holder(self.holder, "holder")
+        check_digest(self.digest, "digest")
         if self.layer_digests is not None:
             check_array(self.layer_digests, "layer_digests", 1)
-
-    def _check_moqt(self) -> None:
-        if not self.holder.startswith("moqt://"):
-            raise fail("expected a base URI that starts with 'https://', or a moqt URI", "holder")
-        check_moqt_uri(self.holder, "holder")
-        if self.moqt_namespace is None:
-            raise fail("is missing; a moqt holder is named by it", "moqt_namespace")
-        moqt_fields(self.moqt_namespace)
+            check_hexes(self.layer_digests, "layer_digests")
+        self._check_residency()
+        self._check_namespace()
 
     def _check_residency(self) -> None:
         check_array(self.residency, "residency", 1)
-        ranges = [entry.layers for entry in self.residency]
-        ranges.sort()
         next_layer = 0
-        gap = False
-        for first, last in ranges:
-            if first != next_layer:
-                gap = True
-                if first < next_layer:
-                    raise fail("expected layer ranges that do not overlap", "residency")
+        has_gap = False
+        for first, last in sorted(entry.layers for entry in self.residency):
+            if first < next_layer:
+                raise fail("expected layer ranges that do not overlap", "residency")
+            has_gap = has_gap or first > next_layer
             next_layer = last + 1
-        if self.layer_digests is None:
-            if gap:
-                raise fail("is missing; a replica that lacks layers is served by range", "layer_digests")
-        elif next_layer > len(self.layer_digests):
+        if self.layer_digests is None and has_gap:
+            raise fail("is missing; a replica that lacks layers is served by range", "layer_digests")
+        if self.layer_digests is not None and next_layer > len(self.layer_digests):
             raise fail("expected an entry for every layer that residency names", "layer_digests")
+
+    def _check_namespace(self) -> None:
+        if self.holder.startswith("https://"):
+            if self.moqt_namespace is not None:
+                raise fail("is given only where the holder is a moqt URI", "moqt_namespace")
+        elif self.moqt_namespace is None:
+            raise fail("is missing; a moqt holder is named by it", "moqt_namespace")
+        else:
+            moqt_fields(self.moqt_namespace)
 
     def has_layers(self, first: int, last: int) -> bool:
         """Return whether every layer from `first` to `last`, both included, is resident."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import re
 from array import array
+from binascii import a2b_hex
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
@@ -27,6 +28,7 @@ __all__ = [
     "InvalidValue",
     "Parameters",
     "are_hex",
+    "are_hex_digits",
     "check_array",
     "check_base_uri",
     "check_base_uris",
@@ -49,6 +51,7 @@ __all__ = [
     "check_tokens",
     "check_uuid",
     "fail",
+    "is_plain_base_uri",
     "moqt_fields",
     "moqt_namespace",
 ]
@@ -66,8 +69,11 @@ _NAME: Final = re.compile(r"[a-z0-9](?:[a-z0-9._-]*[a-z0-9])?")
 _IDENTIFIER: Final = re.compile(r"[A-Za-z0-9_~-][A-Za-z0-9._~-]*")
 # Base URIs that need no closer look: no port of five digits, no '.' or '%' in the path, no brackets.
 _PLAIN_BASE_URI: Final = re.compile(
-    r"https://[A-Za-z0-9](?:[A-Za-z0-9.-]{0,255})(?::[1-9][0-9]{0,3})?/(?:[A-Za-z0-9_-]{1,255}/){0,4}"
+    r"https://[A-Za-z0-9][A-Za-z0-9.-]{0,255}+(?::[1-9][0-9]{0,3})?+/(?:[A-Za-z0-9_-]{1,255}+/){0,4}+"
 )
+is_plain_base_uri: Final = _PLAIN_BASE_URI.fullmatch
+"""Returns a match for a base URI of the usual kind; what it does not match may be a base URI all the same."""
+
 _HEX_DIGITS: Final = frozenset("0123456789abcdef")
 _HEX_TO_ZERO: Final = bytes(48 if octet in b"0123456789abcdef" else octet for octet in range(256))
 
@@ -180,6 +186,15 @@ def are_hex(values: Sequence[str], digits: int = 64) -> bool:
     return lines == ((b"0" * digits + b"\n") * len(values))[:-1]
 
 
+def are_hex_digits(text: str) -> bool:
+    """Return whether a text is an even number of lowercase hex digits and nothing else."""
+    try:
+        a2b_hex(text)
+    except ValueError:
+        return False
+    return not ("A" in text or "B" in text or "C" in text or "D" in text or "E" in text or "F" in text)
+
+
 def check_array(values: Sequence[object], member: str, least: int = 0) -> None:
     """Refuse what is not a tuple, or has fewer elements than this."""
     if type(values) is not tuple:
@@ -203,7 +218,7 @@ def check_tokens(values: tuple[int, ...], member: str) -> None:
 
 def check_base_uri(value: str, member: str) -> None:
     """Refuse what is not a base URI (decision W2)."""
-    if type(value) is str and _PLAIN_BASE_URI.fullmatch(value) is not None:
+    if type(value) is str and is_plain_base_uri(value) is not None:
         return
     try:
         parse_base_uri(value)
