@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import attrs
 import pytest
 
 from kvsp_core.errors import LocalProtocolError
 from kvsp_core.machines.reshard import (
+    TABLE,
     Abort,
     AbortAnswered,
     Aborted,
@@ -36,7 +39,9 @@ from kvsp_core.machines.reshard import (
     thaw,
     transition,
 )
+from kvsp_core.machines.table import Cell, Kind
 from kvsp_core.records import Shard, ShardMap
+from tests.machine_kit import cells, check_cell
 
 A, B, C = "https://a.example/kvsp/", "https://b.example/kvsp/", "https://c.example/kvsp/"
 THREE = ShardMap(
@@ -265,3 +270,49 @@ def test_a_frozen_state_does_not_depend_on_when() -> None:
     assert hash(freeze(early, 1010)) == hash(freeze(late, 7010))
     assert thaw(freeze(early, 1010), 1010) == early
     assert freeze(STABLE, 9) is STABLE
+
+
+# Legality
+
+
+class _Subject:
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+    def kind(self) -> Kind:
+        return type(self.state)
+
+    def freeze(self) -> Hashable:
+        return freeze(self.state, 1000)
+
+    def handle(self, event: Event) -> tuple[Effect, ...]:
+        self.state, effects = transition(self.state, event, 1000)
+        return effects
+
+
+STATES = {
+    type(state): state
+    for state in (
+        STABLE,
+        run(STABLE, BEGIN)[0],
+        run(STABLE, BEGIN, *ACKS)[0],
+        run(STABLE, BEGIN, PlanAnswered(B, 5, False))[0],
+    )
+}
+EVENTS = {
+    type(event): event
+    for event in (
+        BEGIN,
+        ACKS[0],
+        CommitAnswered(A, 5, True),
+        AbortAnswered(A, 5),
+        CallFailed(A, 5),
+        MemberLost(A),
+        Timer(),
+    )
+}
+
+
+@pytest.mark.parametrize(("kind", "event_type", "cell"), cells(TABLE))
+def test_every_event_in_every_state(kind: Kind, event_type: type, cell: Cell) -> None:
+    check_cell(cell, subject=_Subject(STATES[kind]), event=EVENTS[event_type])  # type: ignore[index]

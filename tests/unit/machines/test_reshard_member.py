@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import attrs
 import pytest
 
 from kvsp_core.errors import LocalProtocolError
 from kvsp_core.machines.reshard_member import (
+    TABLE,
     AbortReceived,
     Adopt,
     Answer,
@@ -36,7 +39,9 @@ from kvsp_core.machines.reshard_member import (
     transition,
 )
 from kvsp_core.machines.reshard_plan import MemberPlan, Plan, Transfer
+from kvsp_core.machines.table import Cell, Kind
 from kvsp_core.problems import BAD_REQUEST, PLAN_CONFLICT, ProblemType
+from tests.machine_kit import cells, check_cell
 
 ME, OTHER = "https://a.example/kvsp/", "https://b.example/kvsp/"
 OWNER = Owner(version=4, highest=4, ranges=((0, 32),), mapped_end=32)
@@ -276,3 +281,49 @@ def test_a_frozen_state_does_not_depend_on_when() -> None:
     assert thaw(freeze(early, 1010), 1010) == early
     assert freeze(OWNER, 5) is OWNER
     assert hash(freeze(early, 1010)) == hash(freeze(late, 7010))
+
+
+# Legality
+
+
+class _Subject:
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+    def kind(self) -> Kind:
+        return type(self.state)
+
+    def freeze(self) -> Hashable:
+        return freeze(self.state, 1000)
+
+    def handle(self, event: Event) -> tuple[Effect, ...]:
+        self.state, effects = transition(self.state, event, 1000)
+        return effects
+
+
+STATES = {
+    type(state): state
+    for state in (
+        Outside(),
+        OWNER,
+        run(OWNER, PlanReceived(GROW))[0],
+        run(OWNER, PlanReceived(GROW), Loaded(5))[0],
+    )
+}
+EVENTS = {
+    type(event): event
+    for event in (
+        PlanReceived(attrs.evolve(GROW, to=6)),
+        CommitReceived(5),
+        AbortReceived(5),
+        Loaded(5),
+        LoadFailed(5),
+        Appended(32, 33),
+        Timer(),
+    )
+}
+
+
+@pytest.mark.parametrize(("kind", "event_type", "cell"), cells(TABLE))
+def test_every_event_in_every_state(kind: Kind, event_type: type, cell: Cell) -> None:
+    check_cell(cell, subject=_Subject(STATES[kind]), event=EVENTS[event_type])  # type: ignore[index]
