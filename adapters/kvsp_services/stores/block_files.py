@@ -97,6 +97,8 @@ class FileTier:
     tells the time that ages are counted by, since they go on while the process does not.
     """
 
+    blocking = True
+
     def __init__(
         self,
         directory: Path,

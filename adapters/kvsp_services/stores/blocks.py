@@ -13,8 +13,9 @@ from typing import Protocol
 import attrs
 
 from kvsp_core.container_header import ContainerHeader
-from kvsp_core.errors import KVSPError
+from kvsp_core.errors import KVSPError, LocalProtocolError
 from kvsp_core.roles.role import BlockName, JobFault, StoredBlock
+from kvsp_services.buffers import header_part
 
 __all__ = ["BlockFault", "BlockTier", "MemoryTier", "part_of"]
 
@@ -28,7 +29,12 @@ class BlockFault(KVSPError):
 
 
 class BlockTier(Protocol):
-    """A class of storage at a holder, as the loop sees it. Its methods may be called from several threads."""
+    """A class of storage at a holder, as the loop sees it. Its methods may be called from several threads.
+
+    `blocking` tells whether they take their time, and belong into one.
+    """
+
+    blocking: bool
 
     def store(self, block: StoredBlock, data: memoryview) -> bool:
         """Keep a block, K and V sections in order, replacing what is there; raises `BlockFault`.
@@ -69,19 +75,20 @@ class BlockTier(Protocol):
 
 
 def part_of(header: ContainerHeader, layers: tuple[int, int] | None) -> tuple[ContainerHeader, int, int]:
-    """Return the header of these layers, the number of the first among the sections, and the octets
-    before."""
-    if layers is None:
-        return header, 0, 0
-    first, last = layers[0] - header.first_layer, layers[1] - header.first_layer
-    if not 0 <= first <= last < len(header.sections):
-        raise BlockFault(JobFault.MISSING)
-    part = attrs.evolve(header, first_layer=layers[0], sections=header.sections[first : last + 1])
-    return part, first, sum(map(sum, header.sections[:first]))
+    """Return the header of these layers (all, where None), how many layers come before, and their octets.
+
+    Raises `BlockFault` where they are not all there.
+    """
+    try:
+        return (header, 0, 0) if layers is None else header_part(header, layers)
+    except LocalProtocolError:
+        raise BlockFault(JobFault.MISSING) from None
 
 
 class MemoryTier:
     """Blocks in host memory, at most `capacity_bytes` of sections. It keeps the memory it is given."""
+
+    blocking = False
 
     def __init__(self, capacity_bytes: int) -> None:
         self._capacity_bytes = capacity_bytes

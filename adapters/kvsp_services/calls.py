@@ -1,0 +1,188 @@
+"""A call of a role to a peer, from its first octet to its one end."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kvsp_core.errors import RemoteProtocolError
+from kvsp_core.heads import Response
+from kvsp_core.roles.role import (
+    AnswerForm,
+    AnswerReceived,
+    BlockReceived,
+    Call,
+    CallFailed,
+    Input,
+    LayerArrived,
+    LineReceived,
+    StreamEnded,
+    StreamStarted,
+)
+from kvsp_services.buffers import BlockBuffer
+from kvsp_services.ports import Loop, Outgoing, Peers
+from kvsp_services.receivers import ContainerReceiver, DocumentReceiver, LineReceiver, Refusal
+
+__all__ = ["MAX_DOCUMENT_BYTES", "CallOwner", "OutgoingCall"]
+
+MAX_DOCUMENT_BYTES = 64 << 20
+"""What an answer may have where the call does not say; a lookup of 8,192 keys brings some 22 MB."""
+
+
+class CallOwner(Protocol):
+    """Who hears what became of a call."""
+
+    def handle(self, item: Input) -> None:
+        """Take in an answer, or part of one."""
+        ...
+
+    def call_over(self, call_id: int) -> None:
+        """Forget the call: nothing more of it comes."""
+        ...
+
+
+class OutgoingCall:
+    """Carries one `Call` out. It is the listener of its exchange.
+
+    `sends` is the buffer that its body comes from, `target` the one that the answer goes to. `deadline_ms`
+    moves on with every line of a streamed answer.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        owner: CallOwner,
+        loop: Loop,
+        *,
+        sends: BlockBuffer | None,
+        target: BlockBuffer | None,
+    ) -> None:
+        self._call = call
+        self._owner = owner
+        self._loop = loop
+        self._sends = sends
+        self._target = target
+        self._exchange: Outgoing | None = None
+        self._response: Response | None = None
+        self._receiver: DocumentReceiver | ContainerReceiver | LineReceiver | None = None
+        self._over = False
+        self.deadline_ms = loop.now_ms() + call.timeout_ms
+        for buffer in (sends, target):
+            if buffer is not None:
+                buffer.use()
+
+    def begin(self, peers: Peers) -> None:
+        """Send the request."""
+        call = self._call
+        self._exchange = peers.call(call.base_uri, call.request, self)
+        if self._sends is not None:
+            layers = getattr(call.body, "layers", None)
+            header, data = self._sends.pieces(layers)
+            self._exchange.send(header, end=False)
+            self._exchange.send(data, end=True)
+        elif isinstance(call.body, bytes) and call.body:
+            self._exchange.send(call.body, end=True)
+
+    # What the exchange tells
+
+    def response_received(self, response: Response) -> None:
+        """Take note of the head of the answer, which says how the rest is taken in."""
+        if self._over:
+            return
+        self._response = response
+        call = self._call
+        limit = call.limit_bytes if call.limit_bytes is not None else MAX_DOCUMENT_BYTES
+        try:
+            if response.is_success and call.form is AnswerForm.BLOCK and self._target is not None:
+                self._receiver = ContainerReceiver(self._target, limit, response.content_length)
+            elif response.is_success and call.form is AnswerForm.LINES:
+                self._receiver = LineReceiver()
+                self._heard()
+                self._owner.handle(StreamStarted(call.call_id, response))
+            else:
+                self._receiver = DocumentReceiver(MAX_DOCUMENT_BYTES, response.content_length)
+        except Refusal as refusal:
+            self._give_up(refusal)
+
+    def data_received(self, data: memoryview) -> None:
+        """Take octets of the answer in."""
+        receiver, number = self._receiver, self._call.call_id
+        try:
+            if self._over or receiver is None:
+                pass
+            elif isinstance(receiver, ContainerReceiver):
+                assert self._call.buffer is not None
+                for layer in receiver.feed(data):
+                    self._owner.handle(LayerArrived(self._call.buffer, layer.layer, layer.digest))
+            elif isinstance(receiver, LineReceiver):
+                for line in receiver.feed(data):
+                    self._heard()
+                    if not self._over:  # a line may lead the role to give the call up
+                        self._owner.handle(LineReceived(number, line))
+            else:
+                receiver.feed(data)
+        except Refusal as refusal:
+            self._give_up(refusal)
+        if self._exchange is not None and not self._over:
+            self._exchange.acknowledge(len(data))
+
+    def body_ended(self) -> None:
+        """Take note that the answer is whole, and hand it over."""
+        if self._over or self._response is None or self._receiver is None:
+            return
+        try:
+            answer = self._answer(self._response, self._receiver)
+        except Refusal as refusal:
+            self._give_up(refusal)
+            return
+        self._end()
+        self._owner.handle(answer)
+
+    def _answer(
+        self, response: Response, receiver: DocumentReceiver | ContainerReceiver | LineReceiver
+    ) -> Input:
+        number = self._call.call_id
+        if isinstance(receiver, DocumentReceiver):
+            return AnswerReceived(number, response, receiver.end())
+        receiver.end()
+        if isinstance(receiver, LineReceiver):
+            return StreamEnded(number)
+        assert receiver.header is not None
+        valid = response.repr_digest == receiver.sha256
+        return BlockReceived(number, response, receiver.header, receiver.layer_digests, valid)
+
+    def failed(self, reason: str) -> None:
+        """Take note that no whole answer will come."""
+        if not self._over:
+            self._end()
+            self._owner.handle(CallFailed(self._call.call_id, reason))
+
+    # Its end
+
+    def time_out(self) -> None:
+        """Give the call up, because its time is over."""
+        if self._exchange is not None and not self._over:
+            self._exchange.cancel()
+        self.failed("timed out")
+
+    def cancel(self) -> None:
+        """Give the call up; its owner hears nothing more."""
+        if self._exchange is not None and not self._over:
+            self._exchange.cancel()
+        self._end()
+
+    def _heard(self) -> None:
+        self.deadline_ms = self._loop.now_ms() + self._call.timeout_ms
+
+    def _give_up(self, refusal: Refusal | RemoteProtocolError) -> None:
+        if self._exchange is not None and not self._over:
+            self._exchange.cancel()
+        self.failed(str(refusal) or "malformed answer")
+
+    def _end(self) -> None:
+        if self._over:
+            return
+        self._over = True
+        self._owner.call_over(self._call.call_id)
+        for buffer in (self._sends, self._target):
+            if buffer is not None:
+                buffer.free()

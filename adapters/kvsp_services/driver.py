@@ -1,0 +1,410 @@
+"""The driver of a role: it hands in what happens and carries out what the role wants done, on any loop.
+
+It holds no decision of the protocol. All its methods are called in the loop's thread, and none of them waits.
+
+- **Durability is a barrier**: what follows a `Persist` is held back until that is durable, while further
+writes
+  already join the next sync. If one fails, nothing more is done: the role has to be rebuilt from its store.
+- **Bulk octets** go from the connection into pooled memory, through the container decoder, and from there to
+  connections, tiers and the engine, without a copy in between.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from kvsp_core.errors import KVSPError
+from kvsp_core.roles import engine as engines
+from kvsp_core.roles.role import (
+    BlockBody,
+    Call,
+    CancelCall,
+    Drop,
+    Effect,
+    FreeBuffer,
+    Input,
+    JobDone,
+    JobFailed,
+    JobFault,
+    Load,
+    Observe,
+    OutputReady,
+    Persist,
+    ReadBlock,
+    ReceiveBlock,
+    ReceiveBody,
+    RequestEnded,
+    RequestReceived,
+    Respond,
+    Role,
+    Send,
+    Store,
+    StoredBlock,
+    TimerFired,
+    Write,
+)
+from kvsp_services.buffers import BlockBuffer, BufferPool
+from kvsp_services.calls import OutgoingCall
+from kvsp_services.ports import EnginePort, Incoming, Loop, Peers
+from kvsp_services.requests import IncomingRequest
+from kvsp_services.stores.blocks import BlockFault, BlockTier
+
+if TYPE_CHECKING:
+    from kvsp_core.roles.engine import EngineCommand, EngineEvent
+
+__all__ = ["Committer", "Driver", "LayerOctets"]
+
+LayerOctets: TypeAlias = "tuple[bytes | memoryview, bytes | memoryview]"
+
+
+class Committer(Protocol):
+    """What makes writes durable; see `stores.durable.GroupCommitter`."""
+
+    def submit(self, writes: Sequence[Write], done: Callable[[Exception | None], None]) -> None:
+        """Take a batch in, and later call `done`, in any thread."""
+        ...
+
+
+class Driver:
+    """Drives one role. `start` begins; the pump then says what happens, until `stop`.
+
+    `failed` is called once, with the error, when the role can no longer be driven: a write could not be made
+    durable, or the role itself raised. Exchanges and calls have then been given up.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        loop: Loop,
+        peers: Peers,
+        *,
+        committer: Committer,
+        tiers: Mapping[str, BlockTier] | None = None,
+        engine: EnginePort | None = None,
+        pool: BufferPool | None = None,
+        observe: Callable[[Observe], None] = lambda observed: None,
+        failed: Callable[[Exception], None],
+    ) -> None:
+        self.role = role
+        self._loop = loop
+        self._peers = peers
+        self._committer = committer
+        self._tiers = dict(tiers or {})
+        self._engine = engine
+        self._pool = pool or BufferPool()
+        self._observe = observe
+        self._failed = failed
+        self._requests: dict[int, IncomingRequest] = {}
+        self._numbers: dict[int, int] = {}
+        self._last_request = 0
+        self._calls: dict[int, OutgoingCall] = {}
+        self._deadlines: list[tuple[int, int]] = []
+        self._buffers: dict[int, BlockBuffer] = {}
+        self._inputs: deque[Input] = deque()
+        self._running = False
+        self._held: deque[tuple[int, Effect]] = deque()
+        self._submitted = 0
+        self._durable = 0
+        self.stopped = False
+
+    # Inputs and effects
+
+    def start(self) -> None:
+        """Begin: the role's first effects."""
+        self._guarded(lambda: self.role.start(self._loop.now_ms()))
+        self._set_timer()
+
+    def handle(self, item: Input) -> None:
+        """Hand one input to the role, after those that came before, and carry out what it wants."""
+        if self.stopped:
+            return
+        self._inputs.append(item)
+        if self._running:
+            return  # an effect led to this input; the loop below takes it when its turn comes
+        self._running = True
+        try:
+            while self._inputs and not self.stopped:
+                item = self._inputs.popleft()
+                self._guarded(partial(self._handled, item))
+        finally:
+            self._running = False
+        self._set_timer()
+
+    def _handled(self, item: Input) -> tuple[Effect, ...]:
+        return self.role.handle(item, self._loop.now_ms())
+
+    def _guarded(self, step: Callable[[], tuple[Effect, ...]]) -> None:
+        try:
+            for effect in step():
+                self._order(effect)
+        except Exception as error:
+            self._fail(error)
+
+    def _order(self, effect: Effect) -> None:
+        """Carry an effect out, or hold it back behind what is not durable yet."""
+        if isinstance(effect, Persist):
+            self._submitted += 1
+            self._committer.submit(effect.writes, partial(self._told_durable, self._submitted))
+        elif self._held or self._submitted > self._durable:
+            self._held.append((self._submitted, effect))
+        else:
+            self._execute(effect)
+
+    def _told_durable(self, number: int, error: Exception | None) -> None:
+        self._loop.call_soon_threadsafe(partial(self._now_durable, number, error))
+
+    def _now_durable(self, number: int, error: Exception | None) -> None:
+        if self.stopped:
+            return
+        if error is not None:
+            self._fail(error)
+            return
+        self._durable = number
+        try:
+            while self._held and self._held[0][0] <= self._durable:
+                self._execute(self._held.popleft()[1])
+        except Exception as raised:
+            self._fail(raised)
+        self._set_timer()
+
+    def _fail(self, error: Exception) -> None:
+        if not self.stopped:
+            self.stop()
+            self._failed(error)
+
+    def stop(self) -> None:
+        """Give up every exchange and call, and do nothing more."""
+        self.stopped = True
+        self._loop.call_at(None, self._timer)
+        self._held.clear()
+        self._inputs.clear()
+        for call in list(self._calls.values()):
+            call.cancel()
+        for request in list(self._requests.values()):
+            request.exchange.cancel()
+
+    # Timers
+
+    def _set_timer(self) -> None:
+        if self.stopped:
+            return
+        deadline = self.role.next_deadline_ms()
+        while self._deadlines and self._deadlines[0][1] not in self._calls:
+            heapq.heappop(self._deadlines)
+        if self._deadlines and (deadline is None or self._deadlines[0][0] < deadline):
+            deadline = self._deadlines[0][0]
+        self._loop.call_at(deadline, self._timer)
+
+    def _timer(self) -> None:
+        now_ms = self._loop.now_ms()
+        while self._deadlines and self._deadlines[0][0] <= now_ms:
+            _, number = heapq.heappop(self._deadlines)
+            call = self._calls.get(number)
+            if call is None:
+                continue
+            if call.deadline_ms > now_ms:  # it was heard of since
+                heapq.heappush(self._deadlines, (call.deadline_ms, number))
+            else:
+                call.time_out()
+        self.handle(TimerFired())
+
+    # Requests that come in
+
+    def request_received(self, exchange: Incoming, *, ended: bool) -> None:
+        """Take in the head of a request; `ended` tells that it has no body."""
+        if self.stopped:
+            exchange.cancel()
+            return
+        self._last_request += 1
+        number = self._last_request
+        self._numbers[id(exchange)] = number
+        self._requests[number] = IncomingRequest(number, exchange, self.handle, ended=ended)
+        self.handle(RequestReceived(number, exchange.client, exchange.request))
+
+    def data_received(self, exchange: Incoming, data: memoryview) -> None:
+        """Take in octets of a request's body; they are not looked at after this returns."""
+        if request := self._request_of(exchange):
+            request.data_received(data)
+
+    def body_ended(self, exchange: Incoming) -> None:
+        """Take note that a request's body is whole."""
+        if request := self._request_of(exchange):
+            request.body_ended()
+
+    def output_ready(self, exchange: Incoming) -> None:
+        """Take note that a response has room again."""
+        if self._request_of(exchange):
+            self.handle(OutputReady(self._numbers[id(exchange)]))
+
+    def exchange_ended(self, exchange: Incoming, *, complete: bool, sent_bytes: int) -> None:
+        """Take note that an exchange is over, whole or not."""
+        number = self._numbers.pop(id(exchange), 0)
+        if request := self._requests.pop(number, None):
+            request.over()
+            self.handle(RequestEnded(number, complete, sent_bytes))
+
+    def _request_of(self, exchange: Incoming) -> IncomingRequest | None:
+        return self._requests.get(self._numbers.get(id(exchange), 0))
+
+    # Carrying out effects
+
+    def _execute(self, effect: Effect) -> None:
+        match effect:
+            case ReceiveBody() | ReceiveBlock() | Respond() | Send():
+                if request := self._requests.get(effect.request_id):
+                    self._answer(request, effect)
+            case Call():
+                self._call(effect)
+            case CancelCall(call_id=number):
+                if call := self._calls.get(number):
+                    call.cancel()
+            case Store() | ReadBlock() | Load():
+                self._tier_job(effect)
+            case Drop(name=name, tier=tier):
+                if found := self._tiers.get(tier):
+                    self._in_tier(found, name, partial(found.drop, name))
+            case FreeBuffer(buffer=number):
+                if buffer := self._buffers.pop(number, None):
+                    buffer.free()
+            case Observe():
+                self._observe(effect)
+            case Persist():
+                raise AssertionError("a Persist is never carried out here")
+            case _:
+                self._command(effect)
+
+    def _answer(self, request: IncomingRequest, effect: ReceiveBody | ReceiveBlock | Respond | Send) -> None:
+        match effect:
+            case ReceiveBody():
+                request.receive_document(effect)
+            case ReceiveBlock():
+                request.receive_block(effect, self._new_buffer(effect.buffer))
+            case Respond(body=body):
+                request.respond(effect, self._buffers[body.buffer] if isinstance(body, BlockBody) else None)
+            case Send():
+                request.send(effect)
+
+    def _new_buffer(self, number: int) -> BlockBuffer:
+        buffer = self._buffers[number] = BlockBuffer(self._pool)
+        return buffer
+
+    def _call(self, effect: Call) -> None:
+        block = self._buffers[effect.body.buffer] if isinstance(effect.body, BlockBody) else None
+        target = self._new_buffer(effect.buffer) if effect.buffer is not None else None
+        call = OutgoingCall(effect, self, self._loop, sends=block, target=target)
+        self._calls[effect.call_id] = call
+        heapq.heappush(self._deadlines, (call.deadline_ms, effect.call_id))
+        call.begin(self._peers)
+
+    def call_over(self, call_id: int) -> None:
+        """Forget a call that has ended."""
+        self._calls.pop(call_id, None)
+
+    # Jobs of tiers
+
+    def _in_tier(self, tier: BlockTier, order: object, work: Callable[[], None]) -> None:
+        if tier.blocking:
+            self._loop.in_thread(order, work)
+        else:
+            work()
+
+    def _tier_job(self, effect: Store | ReadBlock | Load) -> None:
+        tier = self._tiers.get(effect.tier)
+        if tier is None:
+            self.handle(JobFailed(effect.job_id, JobFault.BROKEN))
+            return
+        buffer: BlockBuffer | None = None
+        if isinstance(effect, Store):
+            buffer = self._buffers[effect.buffer]
+            buffer.use()
+        elif isinstance(effect, ReadBlock):
+            buffer = self._new_buffer(effect.buffer)
+            buffer.use()
+        order = None if isinstance(effect, Load) else effect.name
+
+        def work() -> None:
+            try:
+                outcome: JobDone | JobFailed = _tier_work(effect, tier, buffer)
+            except BlockFault as fault:
+                outcome = JobFailed(effect.job_id, fault.fault)
+            except Exception:
+                outcome = JobFailed(effect.job_id, JobFault.BROKEN)
+            if tier.blocking:
+                self._loop.call_soon_threadsafe(partial(self._job_over, outcome, buffer))
+            else:
+                self._job_over(outcome, buffer)
+
+        self._in_tier(tier, order, work)
+
+    def _job_over(self, outcome: JobDone | JobFailed, buffer: BlockBuffer | None) -> None:
+        if buffer is not None:
+            buffer.free()
+        self.handle(outcome)
+
+    # The engine
+
+    def _command(self, command: EngineCommand) -> None:
+        if self._engine is None:
+            raise KVSPError(f"{type(command).__name__}: this role has no engine")
+        layers: Sequence[LayerOctets] = ()
+        if isinstance(command, (engines.ImportBlock, engines.LoadShard)):
+            buffer = self._buffers[command.buffer]
+            buffer.use()
+            layers = buffer.layers()
+        elif isinstance(command, engines.ExportBlock):
+            self._new_buffer(command.buffer).use()
+        self._engine.submit(command, layers)
+
+    def engine_events(self, events: Sequence[EngineEvent]) -> None:
+        """Take in what the engine did; called in any thread."""
+        for event in events:
+            self._loop.call_soon_threadsafe(partial(self.handle, event))
+
+    def engine_job_over(
+        self, command: EngineCommand, result: Sequence[LayerOctets] | bytes | KVSPError, block_tokens: int
+    ) -> None:
+        """Take in what became of a command that is a job; called in the engine's thread, which also hashes
+        what is exported.
+        """
+        job = getattr(command, "job_id", None)
+        if job is None:
+            if isinstance(result, KVSPError):
+                self._loop.call_soon_threadsafe(partial(self._fail, result))
+            return
+        buffer = self._buffers.get(command.buffer) if hasattr(command, "buffer") else None
+        outcome: JobDone | JobFailed
+        if isinstance(result, KVSPError):
+            outcome = JobFailed(job, JobFault.BROKEN)
+        elif (
+            isinstance(command, engines.ExportBlock) and buffer is not None and not isinstance(result, bytes)
+        ):
+            buffer.fill_from_layers(result, block_tokens)
+            outcome = _done(job, buffer)
+        else:
+            outcome = JobDone(job, data=result if isinstance(result, bytes) else b"")
+        self._loop.call_soon_threadsafe(partial(self._job_over, outcome, buffer))
+
+
+def _tier_work(effect: Store | ReadBlock | Load, tier: BlockTier, buffer: BlockBuffer | None) -> JobDone:
+    """Do what a role asked of a tier. Raises `BlockFault`."""
+    if isinstance(effect, Load):
+        return JobDone(effect.job_id, catalogue=tier.catalogue())
+    assert buffer is not None
+    if isinstance(effect, ReadBlock):
+        block, data = tier.read(effect.name, effect.layers, buffer.acquire)
+        buffer.fill(block.header, data, block.layer_digests, block.repr_digest)
+        return _done(effect.job_id, buffer)
+    if buffer.header is None:
+        raise BlockFault(JobFault.CORRUPT)
+    block = StoredBlock(effect.name, buffer.header, buffer.layer_digests, buffer.repr_digest)
+    if tier.store(block, buffer.data):
+        buffer.keep()
+    return JobDone(effect.job_id)
+
+
+def _done(job: int, buffer: BlockBuffer) -> JobDone:
+    return JobDone(job, buffer.header, buffer.layer_digests, buffer.repr_digest)
