@@ -1,0 +1,423 @@
+"""One process of an exploration: the shipped role, and a loop around it that leaves all choices open.
+
+What the loop of `kvsp_sim.host` decides by chance or time is an `Event` here. The state of a node can be
+copied and frozen; its clock moves only when a timer fires, to that timer's deadline.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Hashable
+from itertools import count
+from typing import Final, TypeAlias
+
+import attrs
+
+from kvsp_core.heads import Request
+from kvsp_core.roles.engine import EngineEvent
+from kvsp_core.roles.role import (
+    AnswerReceived,
+    BodyArrived,
+    Call,
+    CallFailed,
+    CancelCall,
+    Drop,
+    Effect,
+    FreeBuffer,
+    Input,
+    JobDone,
+    JobFailed,
+    LineReceived,
+    Observe,
+    Persist,
+    ReceiveBody,
+    RequestEnded,
+    RequestReceived,
+    Respond,
+    Role,
+    Send,
+    Stored,
+    StreamEnded,
+    StreamStarted,
+    TimerFired,
+)
+from kvsp_sim.disk import apply_write
+from kvsp_sim.facts import Fact
+from kvsp_sim.messages import Answer, Message, Question
+from kvsp_sim.properties import Property
+from kvsp_sim.snapshot import copied, frozen
+from kvsp_sim.wire import request_on_wire, response_on_wire
+from kvsp_sim.witness import Witness
+
+__all__ = [
+    "CallLost",
+    "Crash",
+    "Event",
+    "ExploredNode",
+    "MessageArrives",
+    "Outcome",
+    "Pending",
+    "Persisted",
+    "Timer",
+]
+
+
+# Events: what may happen to a node next
+
+
+@attrs.frozen
+class MessageArrives:
+    """A message that was sent arrives, for the first time or again."""
+
+    message: Message
+
+
+@attrs.frozen
+class Timer:
+    """The role's clock reaches its next deadline."""
+
+
+@attrs.frozen
+class Persisted:
+    """What is being persisted is durable."""
+
+
+@attrs.frozen
+class Pending:
+    """Number `index` of what the node's engine or storage has under way is done."""
+
+    index: int
+
+
+@attrs.frozen
+class CallLost:
+    """A call fails: no answer came, or none will."""
+
+    call_id: int
+
+
+@attrs.frozen
+class Crash:
+    """The node crashes and starts again; what was being persisted became durable, or did not."""
+
+    durable: bool
+
+
+Event: TypeAlias = MessageArrives | Timer | Persisted | Pending | CallLost | Crash
+
+
+@attrs.frozen
+class Outcome:
+    """What came of an event: messages sent, and facts for the properties."""
+
+    messages: tuple[Message, ...]
+    facts: tuple[Fact, ...]
+
+
+@attrs.define
+class _OpenCall:
+    call: Call
+    question: Question
+    parts: int = 0  # how many parts of a streamed answer have come
+
+
+@attrs.define
+class _OpenRequest:
+    question: Question
+    responded: bool = False
+    parts: int = 0
+
+
+@attrs.frozen
+class _Exchange:
+    request: Request
+    body: bytes
+
+
+@attrs.frozen
+class _Connection:
+    open: bool = True
+
+
+class _Leg:
+    """A request as the witness wants to see it."""
+
+    connection: Final = _Connection()
+
+    def __init__(self, node: ExploredNode, question: Question) -> None:
+        self.server = node
+        self.client = question.source
+        self.exchange = _Exchange(question.request, question.body)
+
+
+class CountedOctets:
+    """Octets that are random to nobody: the node's name and how many were drawn before."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._drawn = 0
+
+    def __call__(self, count: int) -> bytes:
+        """Return `count` octets."""
+        self._drawn += 1
+        return hashlib.shake_128(b"%b/%d" % (self._name.encode(), self._drawn)).digest(count)
+
+
+NodeFactory: TypeAlias = Callable[[Stored, int, Callable[[int], bytes]], Role]
+
+
+class ExploredNode:
+    """A role and the loop around it. `local` are properties that see this node's facts only, such as those
+    that compare times of its clock.
+    """
+
+    def __init__(
+        self,
+        base_uri: str,
+        factory: NodeFactory,
+        *,
+        witness: Witness,
+        local: tuple[Property, ...] = (),
+        can_crash: bool = False,
+        now_ms: int = 1_000,
+    ) -> None:
+        self.base_uri = base_uri
+        self.name = base_uri
+        self.now_ms = now_ms
+        self.can_crash = can_crash
+        self.local = local
+        self.life = 0
+        self.stored: Stored = {}
+        self.role: Role
+        self.calls: dict[int, _OpenCall] = {}
+        self.requests: dict[int, _OpenRequest] = {}
+        self.buffers: dict[int, bytes] = {}
+        self.pending: list[EngineEvent | JobDone | JobFailed] = []
+        self.held: deque[Effect] = deque()
+        self.persisting: Persist | None = None
+        self._octets = CountedOctets(base_uri)
+        self._factory = factory
+        self._witness = witness
+        self._messages: list[Message] = []
+        self._inputs: deque[Input] = deque()
+
+    # State
+
+    def copy(self) -> ExploredNode:
+        """Return a node in the same state that shares nothing with this one."""
+        new = ExploredNode.__new__(ExploredNode)
+        new.__dict__.update(self.__dict__)
+        changing = (
+            self.role, self.stored, self.calls, self.requests, self.buffers, self.pending, self.held,
+            self._octets, self.local,
+        )  # fmt: skip
+        (
+            new.role, new.stored, new.calls, new.requests, new.buffers, new.pending, new.held,
+            new._octets, new.local,
+        ) = copied(changing)  # fmt: skip
+        new._messages = []
+        new._inputs = deque()
+        return new
+
+    def freeze(self) -> Hashable:
+        """Return the state as a hashable value."""
+        state = (
+            self.role, self.life, self.stored, self.calls, self.requests, self.buffers, self.pending,
+            self.held, self.persisting, self._octets,
+        )  # fmt: skip
+        return frozen(state, self.now_ms), tuple(one.freeze(self.now_ms) for one in self.local)
+
+    # What may happen
+
+    def own_events(self) -> list[Event]:
+        """Return what may happen here without a message."""
+        events: list[Event] = []
+        if self.persisting is not None:
+            events.append(Persisted())
+        if self.role.next_deadline_ms() is not None:
+            events.append(Timer())
+        events += [Pending(index) for index in range(len(self.pending))]
+        events += [CallLost(call_id) for call_id in self.calls]
+        if self.can_crash:
+            events.append(Crash(durable=False))
+            if self.persisting is not None:
+                events.append(Crash(durable=True))
+        return events
+
+    def takes(self, message: Message) -> bool:
+        """Return whether a message for this node would be looked at: an answer while its call is open, a
+        question while no copy of it is being answered.
+        """
+        if isinstance(message, Question):
+            return all(request.question != message for request in self.requests.values())
+        open_call = self.calls.get(message.question.call_id)
+        return (
+            open_call is not None
+            and open_call.question == message.question
+            and open_call.parts == message.part
+        )
+
+    def apply(self, event: Event) -> Outcome:
+        """Let an event happen; return what came of it. Raises `Violation`."""
+        self._messages = []
+        self._facts: list[Fact] = []
+        self._witness.observe = self._observe
+        match event:
+            case MessageArrives(Question() as question):
+                self._ask(question)
+            case MessageArrives(Answer() as answer):
+                self._answer(answer)
+            case Timer():
+                deadline_ms = self.role.next_deadline_ms()
+                assert deadline_ms is not None
+                self.now_ms = max(self.now_ms, deadline_ms)
+                self._inputs.append(TimerFired())
+            case Pending(index):
+                self._inputs.append(self.pending.pop(index))
+            case CallLost(call_id):
+                self.calls.pop(call_id)
+                self._inputs.append(CallFailed(call_id, "no answer"))
+            case Persisted():
+                self._persisted()
+            case Crash(durable):
+                self._crash(durable)
+        self._drain()
+        return Outcome(tuple(self._messages), tuple(self._facts))
+
+    def start(self) -> Outcome:
+        """Start the role for the first time."""
+        self._messages = []
+        self._facts = []
+        self._witness.observe = self._observe
+        self._start()
+        self._drain()
+        return Outcome(tuple(self._messages), tuple(self._facts))
+
+    def _observe(self, fact: Fact) -> None:
+        for one in self.local:
+            one.observe(fact)
+        self._facts.append(fact)
+
+    # Life
+
+    def _start(self) -> None:
+        self.life += 1
+        stored = {name: dict(table) for name, table in self.stored.items()}
+        self.role = self._factory(stored, self.now_ms, self._octets)
+        self._execute(self.role.start(self.now_ms))
+
+    def _crash(self, durable: bool) -> None:
+        if durable and self.persisting is not None:
+            self._write(self.persisting)
+        self.persisting = None
+        for table in (self.calls, self.requests, self.buffers, self.pending, self.held):
+            table.clear()
+        self._witness.crashed(self)  # type: ignore[arg-type]
+        self._start()
+
+    def _write(self, effect: Persist) -> None:
+        for write in effect.writes:
+            apply_write(self.stored, write)
+
+    def _persisted(self) -> None:
+        assert self.persisting is not None
+        self._write(self.persisting)
+        self.persisting = None
+        held, self.held = self.held, deque()
+        self._execute(tuple(held))
+
+    # Inputs
+
+    def _ask(self, question: Question) -> None:
+        request_id = next(number for number in count(1) if number not in self.requests)
+        self.requests[request_id] = _OpenRequest(question)
+        self._inputs.append(RequestReceived(request_id, question.source, question.request))
+
+    def _answer(self, answer: Answer) -> None:
+        call_id = answer.question.call_id
+        open_call = self.calls[call_id]
+        open_call.parts += 1
+        if answer.response is not None and not answer.end:
+            self._inputs.append(StreamStarted(call_id, answer.response))
+            return
+        if answer.response is not None:
+            del self.calls[call_id]
+            self._inputs.append(AnswerReceived(call_id, answer.response, answer.data))
+            return
+        for line in answer.data.split(b"\n"):
+            if line:
+                self._inputs.append(LineReceived(call_id, line))
+        if answer.end:
+            del self.calls[call_id]
+            self._inputs.append(StreamEnded(call_id))
+
+    def _drain(self) -> None:
+        """Bring the role what it is to have at once: bodies it asks for, ends of requests it answered."""
+        while self._inputs:
+            self._execute(self.role.handle(self._inputs.popleft(), self.now_ms))
+
+    # Effects
+
+    def _execute(self, effects: tuple[Effect, ...]) -> None:
+        if self.persisting is not None:
+            self.held.extend(effects)
+            return
+        for number, effect in enumerate(effects):
+            if isinstance(effect, Persist):
+                if self.can_crash:
+                    self.persisting = effect
+                    self.held.extend(effects[number + 1 :])
+                    return
+                self._write(effect)
+            else:
+                self._execute_one(effect)
+
+    def _execute_one(self, effect: Effect) -> None:
+        match effect:
+            case ReceiveBody(request_id):
+                open_request = self.requests[request_id]
+                self._inputs.append(BodyArrived(request_id, open_request.question.body))
+            case Respond(request_id):
+                self._respond(effect, self.requests[request_id])
+            case Send(request_id, data, end):
+                open_request = self.requests[request_id]
+                self._messages.append(Answer(open_request.question, 1 + open_request.parts, None, data, end))
+                open_request.parts += 1
+                if end:
+                    self._end(request_id)
+            case Call():
+                self._call(effect)
+            case CancelCall(call_id):
+                self.calls.pop(call_id, None)
+            case FreeBuffer(buffer):
+                self.buffers.pop(buffer, None)
+            case Observe() | Drop():
+                pass
+            case _:
+                self.execute_other(effect)
+
+    def execute_other(self, effect: Effect) -> None:
+        """Carry out an effect of storage or engine; a configuration that has such says how."""
+        raise NotImplementedError(f"{self.name}: {type(effect).__name__} in an exploration")
+
+    def _respond(self, effect: Respond, open_request: _OpenRequest) -> None:
+        body = effect.body if isinstance(effect.body, bytes) else self.buffers[effect.body.buffer]
+        self._witness.responded(_Leg(self, open_request.question), effect, body)  # type: ignore[arg-type]
+        response = response_on_wire(effect.response, None if effect.streaming else len(body))
+        answer = Answer(open_request.question, 0, response, body, not effect.streaming)
+        self._messages.append(answer)
+        if not effect.streaming:
+            self._end(effect.request_id)
+
+    def _end(self, request_id: int) -> None:
+        del self.requests[request_id]
+        self._inputs.append(RequestEnded(request_id, True, 1))
+
+    def _call(self, effect: Call) -> None:
+        body = effect.body if isinstance(effect.body, bytes) else self.buffers[effect.body.buffer]
+        self._witness.called(self, effect, body)  # type: ignore[arg-type]
+        request = request_on_wire(effect.request, len(body))
+        question = Question(self.base_uri, effect.base_uri, self.life, effect.call_id, request, body)
+        self.calls[effect.call_id] = _OpenCall(effect, question)
+        self._messages.append(question)

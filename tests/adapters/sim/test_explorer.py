@@ -1,0 +1,133 @@
+"""The explorer sees every order of events, and says the shortest way to what is wrong."""
+
+from __future__ import annotations
+
+from kvsp_core.heads import Request, Response
+from kvsp_core.roles.role import (
+    AnswerReceived,
+    BodyArrived,
+    Call,
+    CallFailed,
+    Effect,
+    Input,
+    Persist,
+    Put,
+    ReceiveBody,
+    RequestReceived,
+    Respond,
+    Stored,
+    TimerFired,
+)
+from kvsp_sim.explored_node import ExploredNode
+from kvsp_sim.explorer import Bounds, Exploration, explore
+from kvsp_sim.properties import Properties
+from kvsp_sim.witness import Witness
+
+LEDGER = "https://ledger.example/"
+WRITER = "https://writer.example/"
+
+
+class Ledger:
+    """Records a checkpoint, and tells whether it has one. `hasty` answers before it is durable."""
+
+    base_uri = LEDGER
+
+    def __init__(self, stored: Stored, *, hasty: bool = False) -> None:
+        self.known = "s" in stored.get("sessions", {})
+        self.hasty = hasty
+
+    def start(self, now_ms: int) -> tuple[Effect, ...]:
+        return ()
+
+    def handle(self, item: Input, now_ms: int) -> tuple[Effect, ...]:
+        match item:
+            case RequestReceived(request_id, _, Request(method="GET")):
+                status, body = (200, b'{"state": "running"}') if self.known else (404, b"")
+                return (Respond(request_id, Response(status=status), body),)
+            case RequestReceived(request_id):
+                return (ReceiveBody(request_id, 100),)
+            case BodyArrived(request_id, body):
+                self.known = True
+                effects = (Persist((Put("sessions", "s", body),)), Respond(request_id, Response(status=200)))
+                return effects[::-1] if self.hasty else effects
+        return ()
+
+    def next_deadline_ms(self) -> int | None:
+        return None
+
+
+class Writer:
+    """Writes a checkpoint, and asks for the session once that was acknowledged; tries again on failure."""
+
+    base_uri = WRITER
+
+    def __init__(self) -> None:
+        self.acknowledged = False
+        self.calls = 0
+        self.due_ms: int | None = None
+
+    def start(self, now_ms: int) -> tuple[Effect, ...]:
+        return self.call()
+
+    def call(self) -> tuple[Effect, ...]:
+        self.calls += 1
+        if self.acknowledged:
+            request, body = Request(method="GET", path="ext/sessions/s"), b""
+        else:
+            request = Request(method="PUT", path="sessions/s/checkpoint")
+            body = b'{"epoch": 1, "generated": [1]}'
+        return (Call(call_id=self.calls, base_uri=LEDGER, request=request, body=body, timeout_ms=100),)
+
+    def handle(self, item: Input, now_ms: int) -> tuple[Effect, ...]:
+        match item:
+            case AnswerReceived() if not self.acknowledged:
+                self.acknowledged = True
+                return self.call()
+            case CallFailed():
+                self.due_ms = now_ms + 50
+            case TimerFired():
+                self.due_ms = None
+                return self.call()
+        return ()
+
+    def next_deadline_ms(self) -> int | None:
+        return self.due_ms
+
+
+def exploration(*, hasty: bool = False, bounds: Bounds) -> Exploration:
+    properties = Properties()
+    witness = Witness(properties)
+    nodes = [
+        ExploredNode(LEDGER, lambda s, *_: Ledger(s, hasty=hasty), witness=witness, can_crash=True),
+        ExploredNode(WRITER, lambda *_: Writer(), witness=witness),
+    ]
+    return explore(nodes, properties, bounds)
+
+
+def test_a_ledger_that_waits_for_its_storage_is_right() -> None:
+    explored = exploration(bounds=Bounds(crashes=2, losses=1, timers=1))
+    assert explored.finding is None
+    assert explored.complete
+    assert explored.states > 100
+    assert explored.transitions > explored.states
+
+
+def test_a_ledger_that_answers_before_is_found_on_the_shortest_way() -> None:
+    explored = exploration(hasty=True, bounds=Bounds(crashes=1, losses=1, timers=1))
+    assert explored.finding is not None
+    assert explored.finding.violation.name == "acknowledged_is_kept"
+    told = explored.finding.steps
+    assert len(told) == 4
+    assert told[0].startswith(f"{LEDGER} gets from {WRITER} (call 1): PUT sessions/s/checkpoint")
+    assert "https://ledger.example/ crashes and restarts" in told
+    assert told[-1].startswith(f"{LEDGER} gets from {WRITER} (call 2): GET ext/sessions/s")
+
+
+def test_without_a_crash_nobody_can_tell() -> None:
+    assert exploration(hasty=True, bounds=Bounds(losses=1, timers=1)).finding is None
+
+
+def test_more_budget_is_more_states() -> None:
+    few = exploration(bounds=Bounds(crashes=1))
+    more = exploration(bounds=Bounds(crashes=1, losses=1, timers=1))
+    assert few.states < more.states
