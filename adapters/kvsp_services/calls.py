@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from kvsp_core.errors import RemoteProtocolError
@@ -9,6 +10,7 @@ from kvsp_core.heads import Response
 from kvsp_core.roles.role import (
     AnswerForm,
     AnswerReceived,
+    BlockBody,
     BlockReceived,
     Call,
     CallFailed,
@@ -73,14 +75,13 @@ class OutgoingCall:
     def begin(self, peers: Peers) -> None:
         """Send the request."""
         call = self._call
-        self._exchange = peers.call(call.base_uri, call.request, self)
-        if self._sends is not None:
-            layers = getattr(call.body, "layers", None)
-            header, data = self._sends.pieces(layers)
-            self._exchange.send(header, end=False)
-            self._exchange.send(data, end=True)
-        elif isinstance(call.body, bytes) and call.body:
-            self._exchange.send(call.body, end=True)
+        body: Sequence[bytes | memoryview] = ()
+        if isinstance(call.body, BlockBody):
+            assert self._sends is not None
+            body = self._sends.pieces(call.body.layers)
+        elif call.body:
+            body = (call.body,)
+        self._exchange = peers.call(call.base_uri, call.request, body, self)
 
     # What the exchange tells
 

@@ -42,13 +42,21 @@ class Incoming(Protocol):
     client: str
     request: Request
 
-    def respond(self, response: Response, *, end: bool) -> None:
-        """Send the head of the response; `end` where no body follows."""
+    def accept_body(self) -> None:
+        """Say that the body is wanted, to a client that waits for that."""
         ...
 
-    def send(self, data: bytes | memoryview, *, end: bool) -> bool:
-        """Send octets of the body; returns False where the peer is slow, until the driver's
-        `output_ready`."""
+    def respond(self, response: Response, body: Sequence[bytes | memoryview], *, end: bool) -> None:
+        """Send the response, its body in pieces that are kept, not copied, until they are sent.
+
+        Where `end` is false, more of the body follows by `send`.
+        """
+        ...
+
+    def send(self, data: bytes | memoryview, *, end: bool) -> None:
+        """Send more of the body. Where that is more than the peer takes in, the driver's `output_ready`
+        follows when there is room again.
+        """
         ...
 
     def acknowledge(self, count: int) -> None:
@@ -62,10 +70,6 @@ class Incoming(Protocol):
 
 class Outgoing(Protocol):
     """A call to a peer that is under way."""
-
-    def send(self, data: bytes | memoryview, *, end: bool) -> bool:
-        """Send octets of the request's body."""
-        ...
 
     def acknowledge(self, count: int) -> None:
         """Say that octets of the answer have been dealt with."""
@@ -99,8 +103,18 @@ class OutgoingListener(Protocol):
 class Peers(Protocol):
     """Connections to other roles."""
 
-    def call(self, base_uri: str, request: Request, listener: OutgoingListener) -> Outgoing:
-        """Send a request's head to the role at a base URI, over a connection that is there or is made."""
+    def call(
+        self,
+        base_uri: str,
+        request: Request,
+        body: Sequence[bytes | memoryview],
+        listener: OutgoingListener,
+    ) -> Outgoing:
+        """Send a request to the role at a base URI, over a connection that is there or is made.
+
+        The pieces of the body are kept, not copied, until they are sent. The listener may hear of a failure
+        before this returns.
+        """
         ...
 
 

@@ -73,6 +73,7 @@ class IncomingRequest:
     def _receive(self, make: Callable[[], DocumentReceiver | ContainerReceiver]) -> None:
         if self._body_done:
             return
+        self.exchange.accept_body()
         early, self._early = self._early, bytearray()
         try:
             self._receiver = make()
@@ -134,15 +135,9 @@ class IncomingRequest:
             buffer.use()
             self._sending = buffer
             header, data = buffer.pieces(body.layers)
-            exchange.respond(effect.response, end=False)
-            exchange.send(header, end=False)
-            exchange.send(data, end=True)
-        elif effect.streaming or body:
-            exchange.respond(effect.response, end=False)
-            if body:
-                exchange.send(body, end=not effect.streaming)
+            exchange.respond(effect.response, (header, data), end=True)
         else:
-            exchange.respond(effect.response, end=True)
+            exchange.respond(effect.response, (body,) if body else (), end=not effect.streaming)
 
     def send(self, effect: Send) -> None:
         """Send a piece of a streamed response."""

@@ -108,18 +108,20 @@ class FakeExchange:
     sent: list[object] = attrs.field(factory=list)
     acknowledged: int = 0
     cancelled: bool = False
-    has_room: bool = True
+    accepted: bool = False
 
-    def respond(self, response: Response, *, end: bool) -> None:
-        self.sent.append(response.status)
+    def accept_body(self) -> None:
+        self.accepted = True
+
+    def respond(self, response: Response, body: Sequence[bytes | memoryview], *, end: bool) -> None:
+        self.sent += [response.status, *map(bytes, body)]
         if end:
             self.sent.append("end")
 
-    def send(self, data: bytes | memoryview, *, end: bool) -> bool:
+    def send(self, data: bytes | memoryview, *, end: bool) -> None:
         self.sent.append(bytes(data))
         if end:
             self.sent.append("end")
-        return self.has_room
 
     def acknowledge(self, count: int) -> None:
         self.acknowledged += count
@@ -132,8 +134,10 @@ class FakePeers:
     def __init__(self) -> None:
         self.calls: list[tuple[str, FakeExchange, OutgoingListener]] = []
 
-    def call(self, base_uri: str, request: Request, listener: OutgoingListener) -> FakeExchange:
-        exchange = FakeExchange(request)
+    def call(
+        self, base_uri: str, request: Request, body: Sequence[bytes | memoryview], listener: OutgoingListener
+    ) -> FakeExchange:
+        exchange = FakeExchange(request, sent=list(map(bytes, body)))
         self.calls.append((base_uri, exchange, listener))
         return exchange
 
@@ -265,8 +269,9 @@ def test_a_body_is_handed_over_whole(world: World) -> None:
 
 def test_octets_wait_until_the_role_asks_for_them(world: World) -> None:
     exchange = world.request(body=b"early")
-    assert exchange.acknowledged == 0, "unasked octets hold up the peer's window"
+    assert (exchange.acknowledged, exchange.accepted) == (0, False), "unasked octets hold up the window"
     world.do(ReceiveBody(1, 100))
+    assert exchange.accepted
     assert exchange.acknowledged == 5
     assert world.role.told(BodyArrived) == [BodyArrived(1, b"early")]
 
@@ -476,7 +481,7 @@ def test_a_role_that_raises_is_given_up(world: World) -> None:
 def test_a_call_brings_its_answer(world: World) -> None:
     world.do(call(body=b"question"))
     ((uri, exchange, listener),) = world.peers.calls
-    assert (uri, exchange.sent) == (PEER, [b"question", "end"])
+    assert (uri, exchange.sent) == (PEER, [b"question"])
     listener.response_received(OK)
     listener.data_received(memoryview(b"ans"))
     listener.data_received(memoryview(b"wer"))
