@@ -12,6 +12,7 @@ from kvsp_core.roles.role import (
     BodyFailed,
     Input,
     LayerArrived,
+    OutputReady,
     ReceiveBlock,
     ReceiveBody,
     Respond,
@@ -140,8 +141,9 @@ class IncomingRequest:
             exchange.respond(effect.response, (body,) if body else (), end=not effect.streaming)
 
     def send(self, effect: Send) -> None:
-        """Send a piece of a streamed response."""
-        self.exchange.send(effect.data, end=effect.end)
+        """Send a piece of a streamed response; where there is room for more at once, say so."""
+        if self.exchange.send(effect.data, end=effect.end) and not effect.end:
+            self._tell(OutputReady(effect.request_id))
 
     def over(self) -> None:
         """Take note that the exchange is over: its buffer is no longer needed."""

@@ -244,7 +244,6 @@ class Leg:
     """One copy of a request, and what is sent back on it."""
 
     __slots__ = (
-        "_full",
         "_held",
         "_resume_us",
         "_under_way",
@@ -268,7 +267,6 @@ class Leg:
         self.responded = False
         self.sent_bytes = 0
         self._under_way = 0
-        self._full = False
         self._held: deque[tuple[bytes, bool]] = deque()
         self._resume_us = 0
         connection.riders[self] = self._lost
@@ -398,7 +396,6 @@ class Leg:
         server.witness.streamed(self, data, end)
         self.sent_bytes += len(data)
         self._under_way += len(data)
-        self._full = self._full or self._under_way > WINDOW_BYTES
         if self.connection.open:
             server.network.send(self.connection, False, self._piece, data, end)
         if end:
@@ -422,8 +419,7 @@ class Leg:
 
     def _pass(self, data: bytes, end: bool) -> None:
         self._under_way -= len(data)
-        if self._full and self._under_way <= WINDOW_BYTES // 2:
-            self._full = False
+        if self._under_way <= WINDOW_BYTES // 2 and not end:
             self._deliver_if_open(OutputReady(self.request_id))
         if self.connection.open:
             self.exchange.piece(self, data, end)

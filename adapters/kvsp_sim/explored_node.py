@@ -30,6 +30,7 @@ from kvsp_core.roles.role import (
     JobFailed,
     LineReceived,
     Observe,
+    OutputReady,
     Persist,
     ReceiveBody,
     RequestEnded,
@@ -386,6 +387,8 @@ class ExploredNode:
                 open_request.parts += 1
                 if end:
                     self._end(request_id)
+                else:
+                    self._inputs.append(OutputReady(request_id))
             case Call():
                 self._call(effect)
             case CancelCall(call_id):

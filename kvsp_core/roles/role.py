@@ -195,7 +195,9 @@ class BodyFailed:
 
 @attrs.frozen
 class OutputReady:
-    """A response that is being streamed has room again after a `Send` that filled it."""
+    """A response that is being streamed has room for more: comes after each `Send` that does not end it, at
+    once or when what was sent has gone out.
+    """
 
     request_id: int
 

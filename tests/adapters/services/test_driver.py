@@ -297,13 +297,19 @@ def test_an_early_answer_does_not_wait_for_the_body(world: World) -> None:
     assert world.role.told(BodyArrived) == []
 
 
-def test_a_stream_is_sent_piece_by_piece(world: World) -> None:
+def test_a_stream_is_sent_piece_by_piece_and_the_role_told_when_there_is_room(world: World) -> None:
     world.role.on(RequestReceived, Respond(1, OK, streaming=True), Send(1, b"one\n"))
     exchange = world.request()
-    world.do(Send(1, b"two\n", end=True))
-    assert exchange.sent == [200, b"one\n", b"two\n", "end"]
-    world.driver.output_ready(exchange)
     assert world.role.told(OutputReady) == [OutputReady(1)]
+    exchange.has_room = False
+    world.do(Send(1, b"two\n"))
+    assert world.role.told(OutputReady) == [OutputReady(1)]
+    exchange.has_room = True
+    world.driver.output_ready(exchange)
+    assert world.role.told(OutputReady) == [OutputReady(1)] * 2
+    world.do(Send(1, b"three\n", end=True))
+    assert world.role.told(OutputReady) == [OutputReady(1)] * 2
+    assert exchange.sent == [200, b"one\n", b"two\n", b"three\n", "end"]
 
 
 def test_effects_for_a_request_that_is_gone_are_nothing(world: World) -> None:
