@@ -238,6 +238,7 @@ def test_a_sleeper_wakes_on_put_state_only() -> None:
     assert machine.kind is InstanceKind.ACTIVE
 
 
+@pytest.mark.requirement("LC-4")
 def test_a_status_answer_starts_a_drain_and_does_nothing_else() -> None:
     machine = instance()
     machine.handle(OpenSession(), 0)
