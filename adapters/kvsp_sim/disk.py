@@ -31,6 +31,7 @@ class StorageFaults:
     noticed: float = 0.0  # the same, and it does
     swapped: float = 0.0  # another block of the tier is read in its place
     forgotten: float = 0.0  # stored, acknowledged, and not there
+    full: float = 0.0
 
     def delay_us(self, random: Randomness) -> int:
         """Return how long an operation takes."""
@@ -41,7 +42,7 @@ class StorageFaults:
     def heal(self) -> None:
         """Behave from now on."""
         self.late = self.persist_fails = self.job_fails = 0.0
-        self.rots = self.noticed = self.swapped = self.forgotten = 0.0
+        self.rots = self.noticed = self.swapped = self.forgotten = self.full = 0.0
 
 
 def apply_write(stored: Stored, write: Write) -> None:
@@ -135,7 +136,8 @@ class Tier:
         if self._faults.job_fails and self._random.chance(self._faults.job_fails):
             return JobFault.BROKEN
         size = len(container) - len(self.blocks.get(name, b""))
-        if self.used_bytes + size > self.capacity_bytes:
+        full = self._faults.full and self._random.chance(self._faults.full)
+        if full or self.used_bytes + size > self.capacity_bytes:
             return JobFault.FULL
         if self._faults.forgotten and self._random.chance(self._faults.forgotten):
             return None

@@ -327,6 +327,9 @@ class OneSample(Property):
 
     def _line_seen(self, fact: LineSeen) -> None:
         stream = self._streams[fact.stream]
+        if fact.epoch > stream.epoch:
+            stream.overtaken = stream.overtaken or bool(stream.fresh)
+            stream.fresh.clear()
         if fact.epoch >= stream.epoch:
             stream.epoch = fact.epoch
             stream.fresh[fact.index] = fact.token
