@@ -24,10 +24,15 @@ class DocumentError(KVSPError):
     """A file does not say what it should; the text names file, key and what is allowed."""
 
 
+_PATH_SUFFIXES = ("_file", "_files", "_dir", "directory")
+
+
 def read_toml(path: Path, kind: type[Document]) -> Document:
     """Return the document in a TOML file, every key known and of the right type.
 
-    Raises `DocumentError`. Types are msgspec structs, whose fields are the keys.
+    Types are msgspec structs, whose fields are the keys. Values of keys that end in ``_file``, ``_files``,
+    ``_dir`` or ``directory`` are paths relative to the file, and are returned as absolute ones. Raises
+    `DocumentError`.
     """
     try:
         octets = path.read_bytes()
@@ -40,10 +45,26 @@ def read_toml(path: Path, kind: type[Document]) -> Document:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DocumentError(f"{path}: {error}") from None
     _refuse_unknown(path, found, kind, "")
+    _make_absolute(found, path.resolve().parent)
     try:
         return msgspec.convert(found, kind)
     except msgspec.ValidationError as error:
         raise DocumentError(f"{path}: {_said_with_key(str(error))}") from None
+
+
+def _make_absolute(found: Any, directory: Path) -> None:
+    """Put the directory before every relative path of a document."""
+    if isinstance(found, list):
+        for entry in found:
+            _make_absolute(entry, directory)
+    elif isinstance(found, dict):
+        for key, value in found.items():
+            if key.endswith(_PATH_SUFFIXES) and isinstance(value, str):
+                found[key] = str(directory / value)
+            elif key.endswith(_PATH_SUFFIXES) and isinstance(value, list):
+                found[key] = [str(directory / v) if isinstance(v, str) else v for v in value]
+            else:
+                _make_absolute(value, directory)
 
 
 def _said_with_key(said: str) -> str:
