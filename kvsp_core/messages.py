@@ -309,6 +309,8 @@ class ResumeRequest:
 class FetchRange:
     """Token positions to load, and the instance that has them."""
 
+    keyword_members: ClassVar = ("from",)
+
     tokens: tuple[int, int]
     from_: str
 
