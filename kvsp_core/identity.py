@@ -88,11 +88,11 @@ class CompatibilityDescriptor:
             others = _frozen_members(self.other_members)
             if not others.keys().isdisjoint((*_MEMBERS, "adapters")):
                 raise RemoteProtocolError("give known members by their own names", member="other_members")
-            members = _frozen_members(known | others)
+            members = _frozen_members(known) | others
             _check_members(members, self.registries)
             canonical = _canonical(members)
         except RemoteProtocolError as error:
-            raise LocalProtocolError(str(error)) from None
+            raise LocalProtocolError(str(error)) from error
         set_field = object.__setattr__
         set_field(self, "adapters", members.get("adapters", ()))
         set_field(self, "other_members", MappingProxyType(others))
@@ -120,10 +120,16 @@ class CompatibilityDescriptor:
         Raises `RemoteProtocolError`, naming the member, where one is missing or wrong.
         """
         others = _frozen_members(members)
-        _check_members(others, registries)
-        _canonical(others)
+        for name in _MEMBERS:
+            if name not in others:
+                raise RemoteProtocolError("is missing; every descriptor states it", member=name)
+        if others.get("adapters") == ():
+            raise RemoteProtocolError("is empty; leave it out where no adapter is applied", member="adapters")
         known = {name: others.pop(name) for name in (*_MEMBERS, "adapters") if name in others}
-        return cls(**known, other_members=others, registries=registries)  # type: ignore[arg-type]
+        try:
+            return cls(**known, other_members=others, registries=registries)  # type: ignore[arg-type]
+        except LocalProtocolError as error:
+            raise error.__cause__ or error from None
 
     def members(self) -> dict[str, Json]:
         """Return the JSON object of this descriptor, newly made: what `from_members` reads."""
@@ -185,9 +191,6 @@ def _canonical(members: Mapping[str, Json]) -> bytes:
 
 def _check_members(members: Mapping[str, object], registries: Registries) -> None:
     """Raise `RemoteProtocolError` for the first member that is missing or not as the protocol says."""
-    for name in _MEMBERS:
-        if name not in members:
-            raise RemoteProtocolError("is missing; every descriptor states it", member=name)
     for name in _TEXTS:
         value = members[name]
         if not isinstance(value, str) or not value:
@@ -204,8 +207,7 @@ def _check_members(members: Mapping[str, object], registries: Registries) -> Non
         adapters = members["adapters"]
         if not isinstance(adapters, (list, tuple)) or not adapters:
             raise RemoteProtocolError(
-                "expected an array of at least one digest; leave the member out where no adapter is applied",
-                member="adapters",
+                f"expected an array of digests, found {kind_of(adapters)}", member="adapters"
             )
         for index, adapter in enumerate(adapters):
             _check_digest(adapter, f"adapters[{index}]")

@@ -28,6 +28,7 @@ __all__ = [
     "MAX_LEASES_PER_CLIENT",
     "MAX_LEASE_TTL_MS",
     "MAX_LOOKUP_KEYS",
+    "MAX_PARAMETERS_BYTES",
     "MAX_PENDING_BLOCKS",
     "MAX_PENDING_DIRECTIVES",
     "MAX_PLACED_MS",
@@ -56,11 +57,14 @@ MAX_LOOKUP_KEYS: Final = 8192
 MAX_REPLICAS_PER_KEY: Final = 8
 """Replica records returned for one key; further ones are left out of the answer."""
 
-MAX_DESCRIPTOR_BYTES: Final = 64 * 1024
+MAX_DESCRIPTOR_BYTES: Final = 16 * 1024
 """Octets of a Compatibility Descriptor; a larger one raises `LimitExceeded` unread."""
 
 MAX_DESCRIPTOR_DEPTH: Final = 32
 """Levels of nesting in a Compatibility Descriptor; a deeper one is refused."""
+
+MAX_PARAMETERS_BYTES: Final = 64 * 1024
+"""Octets of a sampler's `params` as JSON; larger ones are refused before they are looked through."""
 
 MAX_BASE_URI_CHARS: Final = 2048
 """Characters of a base URI; a longer one is refused."""

@@ -15,13 +15,15 @@ from typing import Final, TypeAlias
 from kvsp_core.errors import LimitExceeded, RemoteProtocolError
 from kvsp_core.limits import MAX_DESCRIPTOR_BYTES, MAX_DESCRIPTOR_DEPTH
 
-__all__ = ["Json", "frozen_json", "kind_of", "strict_json", "thawed_json"]
+__all__ = ["Json", "frozen_json", "kind_of", "shown_name", "strict_json", "thawed_json"]
 
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 """A JSON value. Those that are kept are immutable: tuples and read-only mappings."""
 
 _MAX_INTEGER: Final = 2**53 - 1
 _LONGEST_INTEGER: Final = 20
+_SHOWN_CHARS: Final = 40
+_PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,40}")
 # A string, closed or not, is one token, so that the scan is linear whatever the text.
 _NESTING: Final = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[{\]}]', re.DOTALL)
 
@@ -39,7 +41,7 @@ def strict_json(octets: bytes | bytearray | memoryview) -> Json:
         raise RemoteProtocolError(f"a descriptor is UTF-8; octet {error.start} is not") from None
     depth = 0
     for token in _NESTING.finditer(text):
-        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(token[0], 0)
+        depth += (token[0] in "[{") - (token[0] in "]}")
         if depth > MAX_DESCRIPTOR_DEPTH:
             raise RemoteProtocolError(f"a descriptor nests at most {MAX_DESCRIPTOR_DEPTH} levels deep")
     try:
@@ -58,7 +60,8 @@ def _unique_members(pairs: list[tuple[str, object]]) -> dict[str, object]:
     members: dict[str, object] = {}
     for name, value in pairs:
         if name in members:
-            raise RemoteProtocolError("is given twice; a descriptor states each member once", member=name)
+            detail = "is given twice; a descriptor states each member once"
+            raise RemoteProtocolError(detail, member=shown_name(name))
         members[name] = value
     return members
 
@@ -71,35 +74,74 @@ def _integer(digits: str) -> int:
 def frozen_json(value: object, member: str = "", depth: int = 1) -> Json:
     """Return an immutable copy of a JSON value.
 
-    Raises `RemoteProtocolError`, naming the place, where the value has no canonical form.
+    Raises `RemoteProtocolError`, naming the place below `member`, where the value has no canonical form.
     """
+    try:
+        return _frozen(value, depth)
+    except RemoteProtocolError as error:
+        raise RemoteProtocolError(error.detail, member=_path(member, error.member)) from None
+
+
+def _frozen(value: object, depth: int) -> Json:
     if depth > MAX_DESCRIPTOR_DEPTH:
-        raise RemoteProtocolError(f"nests at most {MAX_DESCRIPTOR_DEPTH} levels deep", member=member)
-    match value:
-        case None | bool():
-            return value
-        case int() if abs(value) <= _MAX_INTEGER:
-            return value
-        case int():
-            detail = f"holds an integer beyond {_MAX_INTEGER}, which JSON does not keep exactly"
-            raise RemoteProtocolError(detail, member=member)
-        case float() if math.isfinite(value):
-            return value
-        case float():
-            raise RemoteProtocolError("holds a number that JSON does not have", member=member)
-        case str() if _is_unicode(value):
-            return value
-        case list() | tuple():
-            return tuple(frozen_json(item, f"{member}[{i}]", depth + 1) for i, item in enumerate(value))
-        case Mapping() if all(isinstance(name, str) and _is_unicode(name) for name in value):
-            path = f"{member}." if member else ""
-            return MappingProxyType(
-                {name: frozen_json(item, path + name, depth + 1) for name, item in value.items()}
+        raise RemoteProtocolError(f"nests at most {MAX_DESCRIPTOR_DEPTH} levels deep")
+    if isinstance(value, str):
+        if not _is_unicode(value):
+            raise RemoteProtocolError("holds a text that is not Unicode")
+        return value
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        if abs(value) > _MAX_INTEGER:
+            raise RemoteProtocolError(
+                f"holds an integer beyond {_MAX_INTEGER}, which JSON does not keep exactly"
             )
-        case str() | Mapping():
-            raise RemoteProtocolError("holds a text that is not Unicode", member=member)
-        case _:
-            raise RemoteProtocolError(f"holds {kind_of(value)}", member=member)
+        return value
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise RemoteProtocolError("holds a number that JSON does not have")
+        return value
+    if isinstance(value, (list, tuple)):
+        return _frozen_array(value, depth)
+    if isinstance(value, (dict, Mapping)):  # the exact type first, which is quick
+        return _frozen_object(value, depth)
+    raise RemoteProtocolError(f"holds {kind_of(value)}")
+
+
+def _frozen_array(value: Sequence[object], depth: int) -> Json:
+    items: list[Json] = []
+    try:
+        for item in value:
+            items.append(_frozen(item, depth + 1))
+    except RemoteProtocolError as error:
+        place = _path(f"[{len(items)}]", error.member)
+        raise RemoteProtocolError(error.detail, member=place) from None
+    return tuple(items)
+
+
+def _frozen_object(value: Mapping[object, object], depth: int) -> Json:
+    members: dict[str, Json] = {}
+    name: object = ""
+    try:
+        for name, item in value.items():
+            if not isinstance(name, str) or not _is_unicode(name):
+                break
+            members[name] = _frozen(item, depth + 1)
+        else:
+            return MappingProxyType(members)
+    except RemoteProtocolError as error:
+        place = _path(shown_name(str(name)), error.member)
+        raise RemoteProtocolError(error.detail, member=place) from None
+    raise RemoteProtocolError("holds a member whose name is not Unicode text")
+
+
+def _path(first: str, rest: str) -> str:
+    return f"{first}.{rest}" if first and rest and rest[0] != "[" else first + rest
+
+
+def shown_name(name: str) -> str:
+    """Return a member's name as errors show it: a peer chose it, so it may be long or hold anything."""
+    return name if _PLAIN_NAME.fullmatch(name) else json.dumps(name[:_SHOWN_CHARS])
 
 
 def thawed_json(value: object) -> object:
@@ -115,7 +157,7 @@ def thawed_json(value: object) -> object:
 
 def _is_unicode(text: str) -> bool:
     """Return whether a text has no half of a surrogate pair, which UTF-8 cannot carry."""
-    return not re.search("[\ud800-\udfff]", text)
+    return text.isascii() or not re.search("[\ud800-\udfff]", text)
 
 
 def kind_of(value: object) -> str:

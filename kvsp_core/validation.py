@@ -19,7 +19,7 @@ import msgspec
 
 from kvsp_core.errors import LocalProtocolError, RemoteProtocolError
 from kvsp_core.identity import parse_base_uri
-from kvsp_core.limits import MAX_BASE_URI_CHARS
+from kvsp_core.limits import MAX_BASE_URI_CHARS, MAX_PARAMETERS_BYTES
 from kvsp_core.strict_json import frozen_json, kind_of, thawed_json
 
 __all__ = [
@@ -213,7 +213,8 @@ def check_tokens(values: tuple[int, ...], member: str) -> None:
         sound = False
     if not sound:
         for index, value in enumerate(values):
-            check_integer(value, f"{member}[{index}]", 0, MAX_UINT32)
+            if type(value) is not int or not 0 <= value <= MAX_UINT32:
+                check_integer(value, f"{member}[{index}]", 0, MAX_UINT32)
 
 
 def check_base_uri(value: str, member: str) -> None:
@@ -338,6 +339,11 @@ class Parameters(Mapping[str, Any]):
     _text: bytes
 
     def __init__(self, members: Mapping[str, Any] = MappingProxyType({}), member: str = "") -> None:
+        try:
+            if len(msgspec.json.encode(members)) > MAX_PARAMETERS_BYTES:
+                raise fail(f"expected at most {MAX_PARAMETERS_BYTES} octets of JSON", member)
+        except (TypeError, OverflowError, RecursionError, UnicodeEncodeError):
+            pass  # not plain JSON; what is wrong with it is said below
         try:
             frozen = frozen_json(members, member)
         except RemoteProtocolError as error:

@@ -10,9 +10,11 @@ import pytest
 
 from kvsp_core.bodies import decode, encode
 from kvsp_core.errors import LocalProtocolError, RemoteProtocolError
+from kvsp_core.limits import MAX_PARAMETERS_BYTES
 from kvsp_core.records import (
     InstanceStatus,
     ReplicaRecord,
+    Sampler,
     SessionCheckpoint,
     Shard,
     ShardMap,
@@ -370,3 +372,14 @@ def test_a_shard_map_covers_its_context_without_gap_or_overlap() -> None:
         shards((4, 4))
     with pytest.raises(LocalProtocolError, match="map: expected letters, digits"):
         ShardMap(map="../x", version=4, shards=shards((0, 1)))
+
+
+def test_parameters_of_a_sampler_are_limited_before_they_are_looked_through() -> None:
+    wide = {str(number): number for number in range(MAX_PARAMETERS_BYTES // 8)}
+    with pytest.raises(LocalProtocolError, match=r"^params: expected at most 65536 octets"):
+        Sampler(method="top-p", params=wide, seed=1, step=0, deterministic=False)
+    deep: dict[str, Any] = {}
+    for _ in range(5000):
+        deep = {"deeper": deep}
+    with pytest.raises(LocalProtocolError, match=r"nests at most"):
+        Sampler(method="top-p", params=deep, seed=1, step=0, deterministic=False)
