@@ -88,13 +88,13 @@ class Property:
 
     name: ClassVar[str]
 
-    def handlers(self) -> Mapping[type, Callable[..., None]]:
+    def _handlers(self) -> Mapping[type, Callable[..., None]]:
         """Return what to call for each kind of fact."""
         raise NotImplementedError
 
     def observe(self, fact: Fact) -> None:
         """Take a fact; raise `Violation` where it breaks the property."""
-        handler = self.handlers().get(type(fact))
+        handler = self._handlers().get(type(fact))
         if handler is not None:
             handler(fact)
 
@@ -135,8 +135,7 @@ class LeasesHold(Property):
         self._withdrawn: set[tuple[str, Hashable]] = set()
         self._published: set[tuple[str, Hashable]] = set()
 
-    def handlers(self) -> Mapping[type, Callable[..., None]]:
-        """Return what to call for each kind of fact."""
+    def _handlers(self) -> Mapping[type, Callable[..., None]]:
         return {
             LeaseGranted: self._granted,
             LeaseRenewed: self._renewed,
@@ -238,8 +237,7 @@ class IndexIsCurrent(Property):
     def __init__(self) -> None:
         self._until_ms: dict[tuple[str, Hashable], int] = {}
 
-    def handlers(self) -> Mapping[type, Callable[..., None]]:
-        """Return what to call for each kind of fact."""
+    def _handlers(self) -> Mapping[type, Callable[..., None]]:
         return {
             RecordTaken: self._taken,
             RecordWithdrawn: self._withdrawn,
@@ -301,8 +299,7 @@ class OneSample(Property):
         self._streams: dict[Hashable, _Stream] = {}
         self._drawn: dict[bytes, set[int]] = {}
 
-    def handlers(self) -> Mapping[type, Callable[..., None]]:
-        """Return what to call for each kind of fact."""
+    def _handlers(self) -> Mapping[type, Callable[..., None]]:
         return {
             StreamOpened: self._opened,
             TokenDrawn: self._token_drawn,
@@ -379,8 +376,7 @@ class SessionsAreFenced(Property):
         self._owners: dict[str, tuple[int, str]] = {}
         self._epochs: dict[str, int] = {}
 
-    def handlers(self) -> Mapping[type, Callable[..., None]]:
-        """Return what to call for each kind of fact."""
+    def _handlers(self) -> Mapping[type, Callable[..., None]]:
         return {
             SessionOwned: self._owned,
             CheckpointAcknowledged: self._acknowledged,
@@ -431,8 +427,7 @@ class AcknowledgedIsKept(Property):
     def __init__(self) -> None:
         self._kept: dict[str, tuple[int, ...]] = {}
 
-    def handlers(self) -> Mapping[type, Callable[..., None]]:
-        """Return what to call for each kind of fact."""
+    def _handlers(self) -> Mapping[type, Callable[..., None]]:
         return {
             CheckpointAcknowledged: self._acknowledged,
             SessionResumed: self._resumed,
@@ -504,8 +499,7 @@ class OneOwner(Property):
         self._seen: dict[tuple[str, str], int] = {}  # (map, member) -> highest version
         self._committed: dict[tuple[str, str], int] = {}
 
-    def handlers(self) -> Mapping[type, Callable[..., None]]:
-        """Return what to call for each kind of fact."""
+    def _handlers(self) -> Mapping[type, Callable[..., None]]:
         return {
             PlanSent: self._plan_sent,
             PlanAccepted: self._plan_accepted,
@@ -568,7 +562,7 @@ class OneOwner(Property):
                 self.fail(f"version {version} leaves position {min(start, covered)} with {kind}")
             covered = end
         former = self._moves[map_id].get(self._version.get(map_id, -1))
-        if former is not None:
+        if former is not None and covered:  # a version without owners ends the map
             end = max((r[1] for member in former.plans for r in former.owned(member)), default=0)
             if covered < end:
                 self.fail(f"version {version} leaves position {covered} with no owner")
@@ -625,8 +619,7 @@ class ScopesHold(Property):
             needle for key in scope_keys for needle in (key, key.hex().encode(), key.hex().upper().encode())
         )
 
-    def handlers(self) -> Mapping[type, Callable[..., None]]:
-        """Return what to call for each kind of fact."""
+    def _handlers(self) -> Mapping[type, Callable[..., None]]:
         return {Disclosed: self._disclosed}
 
     def freeze(self, now_ms: int = 0) -> Hashable:
@@ -650,8 +643,7 @@ class OnlyVerifiedBlocks(Property):
 
     name = "only_verified_blocks"
 
-    def handlers(self) -> Mapping[type, Callable[..., None]]:
-        """Return what to call for each kind of fact."""
+    def _handlers(self) -> Mapping[type, Callable[..., None]]:
         return {LayersUsed: self._used}
 
     def freeze(self, now_ms: int = 0) -> Hashable:
@@ -689,14 +681,14 @@ class Properties:
             self.scopes,
             OnlyVerifiedBlocks(),
         )
-        self._handlers: dict[type, list[Callable[..., None]]] = {}
+        self._wanting: dict[type, list[Callable[..., None]]] = {}
         for one in self.all:
-            for kind, handler in one.handlers().items():
-                self._handlers.setdefault(kind, []).append(handler)
+            for kind, handler in one._handlers().items():
+                self._wanting.setdefault(kind, []).append(handler)
 
     def observe(self, fact: Fact) -> None:
         """Take a fact; raise `Violation` where it breaks a property."""
-        for handler in self._handlers[type(fact)]:
+        for handler in self._wanting[type(fact)]:
             handler(fact)
 
     def freeze(self, now_ms: int = 0) -> Hashable:
