@@ -367,7 +367,8 @@ class OutputGate:
                 return self._lose(problem) if self.kind is not GateKind.ENDED else ()
             case CheckpointFailed():
                 if self._asked is not None:
-                    self._asked, self._retry_at_ms = None, now_ms + self._retry_ms
+                    self._asked = None
+                    self._retry_later(now_ms)
             case Attached(from_index):
                 self._attach(from_index)
             case StreamReady():
@@ -399,10 +400,16 @@ class OutputGate:
         # What the controller has recorded beyond what was sent was not compared with what is here.
         covered = min(offset, asked)
         if covered < asked:
-            self._retry_at_ms = now_ms + self._retry_ms
+            self._retry_later(now_ms)
         self._covered = max(self._covered, covered)
         if self.kind is GateKind.OPENING and covered == asked:
             self.kind = GateKind.OPEN
+
+    def _retry_later(self, now_ms: int) -> None:
+        """Ask again after a while, also for tokens that would be held by themselves."""
+        self._retry_at_ms = now_ms + self._retry_ms
+        if not self._deterministic and len(self._log) > self._covered:
+            self._hold_until_ms = self._retry_at_ms
 
     def _settle(self) -> None:
         """Go on to the end where the engine has ended and everything may be released."""

@@ -106,9 +106,7 @@ class Model(RuleBasedStateMachine):
             frozen.record, frozen.prompt, frozen.tokens, self.now_ms, times=self.ledger._times
         )
         self.needs_target = self.ledger.kind is SessionKind.ORPHANED
-        self.resumes += [
-            (e.instance, self.ledger.checkpoint()) for e in effects if isinstance(e, session.SendResume)
-        ]
+        self.execute(effects)
 
     # Instances
 

@@ -166,6 +166,15 @@ def test_a_checkpoint_that_failed_is_sent_again_with_what_came_since() -> None:
     assert it.handle(m.Timer(), 50) == (m.SendCheckpoint(3),)
 
 
+def test_a_single_token_whose_checkpoint_failed_is_not_held_for_ever() -> None:
+    it = opened(retry_ms=50, max_hold_ms=100)
+    decode(it, 1)
+    it.handle(m.Timer(), 100)
+    it.handle(m.CheckpointFailed(), 110)
+    assert it.next_deadline_ms() == 160
+    assert it.handle(m.Timer(), 160) == (m.SendCheckpoint(1),)
+
+
 # Pausing
 
 
