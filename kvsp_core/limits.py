@@ -23,16 +23,22 @@ __all__ = [
     "MAX_DIRECTIVE_MS",
     "MAX_EARLY_TOKENS",
     "MAX_HOLD_MS",
+    "MAX_INDEX_BYTES",
+    "MAX_INDEX_BYTES_PER_CLIENT",
     "MAX_INSTANCES",
     "MAX_KEPT_BLOCKS",
+    "MAX_KEPT_DIRECTIVES",
     "MAX_LEASES_PER_CLIENT",
     "MAX_LEASE_TTL_MS",
+    "MAX_LOOKUP_ANSWER_BYTES",
     "MAX_LOOKUP_KEYS",
     "MAX_PARAMETERS_BYTES",
     "MAX_PENDING_BLOCKS",
     "MAX_PENDING_DIRECTIVES",
     "MAX_PLACED_MS",
+    "MAX_QUARANTINED",
     "MAX_REPLICAS_PER_KEY",
+    "MAX_REPLICA_TTL_MS",
     "MAX_RESUME_ATTEMPTS",
     "MAX_SESSION_IDLE_MS",
     "MAX_SOURCES_PER_BLOCK",
@@ -41,6 +47,7 @@ __all__ = [
     "MAX_UNCOVERED_TOKENS",
     "OUTPUT_WINDOW_TOKENS",
     "PROMPT_WAIT_MS",
+    "QUARANTINE_MS",
     "RESHARD_RETRY_MS",
     "RESUME_DEADLINE_MS",
     "RESUME_WAIT_MS",
@@ -173,3 +180,25 @@ SESSION_KEPT_MS: Final = 60_000
 
 PROMPT_WAIT_MS: Final = 10_000
 """How long a resumed session whose prompt blocks are gone waits for the front end to bring the prompt."""
+
+MAX_KEPT_DIRECTIVES: Final = 1024
+"""Outcomes of prefetch directives that are kept; beyond it the oldest is forgotten first."""
+
+MAX_REPLICA_TTL_MS: Final = 3_600_000
+"""Longest time the index keeps a record without a refresh; a longer TTL is capped (PB-2)."""
+
+MAX_INDEX_BYTES_PER_CLIENT: Final = 1 << 30
+"""Room for the records of one publishing client in the index; more is 507. A record counts 256 octets and 32
+for each layer digest, a new combination of holder, descriptor, scope and residency 2,048."""
+
+MAX_INDEX_BYTES: Final = 8 << 30
+"""Room for all records of the index, counted likewise; more is 507."""
+
+MAX_LOOKUP_ANSWER_BYTES: Final = 64 << 20
+"""Octets of the answer to a lookup; beyond it replicas of each key are left out, then keys at the end."""
+
+QUARANTINE_MS: Final = 600_000
+"""How long the index refuses a replica that was withdrawn as bad (decision W12)."""
+
+MAX_QUARANTINED: Final = 65_536
+"""Replicas refused as bad at a time; beyond it the oldest is forgotten."""
