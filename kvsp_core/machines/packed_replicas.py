@@ -1,6 +1,6 @@
 """Replica records by the million, packed: what the replica index keeps them in.
 
-Block keys lie in *chunks* of up to 256, in the order in which they came, which is mostly the order of a
+Block keys lie in *chunks* of up to 512, in the order in which they came, which is mostly the order of a
 prompt. So a prefix is found by one dictionary lookup for each chunk and compared as octets. What many records
 share (holder, descriptor, scope, residency ...) is a `Kind`, kept and encoded once. Of each chunk, a `Column`
 holds what the records of one kind have of their own, as rows in arrays: digest, size, expiry, layer digests.
@@ -27,7 +27,7 @@ from kvsp_core.records import ReplicaRecord, Residency
 __all__ = ["KEY_OCTETS", "Column", "Kind", "KindKey", "PackedReplicas", "Segment", "Space"]
 
 KEY_OCTETS: Final = 32
-_SLOTS: Final = 256
+_SLOTS: Final = 512
 _GONE: Final = bytes(KEY_OCTETS)  # never a block key, so a slot that holds it matches nothing
 _MOVED: Final = ("", None)  # the owner of keys that were moved together
 _BUCKET_MS: Final = 1000  # how closely columns are sorted by when their first record expires
@@ -128,6 +128,17 @@ class Column:
         """Return the replica digest of a row."""
         return bytes(self.digests[row * KEY_OCTETS : (row + 1) * KEY_OCTETS])
 
+    def digest_text(self, row: int) -> str:
+        """Return the replica digest of a row as records state it."""
+        return "sha-256:" + self.digests[row * KEY_OCTETS : (row + 1) * KEY_OCTETS].hex()
+
+    def layer_digests(self, row: int) -> tuple[str, ...] | None:
+        """Return the layer digests of a row, or None where the kind has none."""
+        if self.layers is None:
+            return None
+        layers = self.layers[row].hex()
+        return tuple(layers[at : at + 2 * KEY_OCTETS] for at in range(0, len(layers), 2 * KEY_OCTETS))
+
     def row_bytes(self, row: int) -> int:
         """Return the room that a row takes."""
         return _RECORD_BYTES + (len(self.layers[row]) if self.layers is not None else 0)
@@ -185,7 +196,7 @@ class Column:
 
 
 class Chunk:
-    """Up to 256 block keys, and a column for each kind of record that some of them have."""
+    """Up to 512 block keys, and a column for each kind of record that some of them have."""
 
     __slots__ = ("columns", "keys", "live", "number", "owner", "slot_hint", "uses")
 
@@ -327,7 +338,6 @@ class PackedReplicas:
         """Return a record with the time that remains."""
         kind = column.kind.key
         slot = column.slots[row]
-        layers = column.layers[row].hex() if column.layers is not None else ""
         return ReplicaRecord(
             block_key=column.chunk.keys[slot * KEY_OCTETS : (slot + 1) * KEY_OCTETS].hex(),
             compat_id=kind.space.compat_id,
@@ -335,8 +345,8 @@ class PackedReplicas:
             holder=kind.holder,
             codec=kind.codec,
             size=column.sizes[row],
-            digest="sha-256:" + column.digest(row).hex(),
-            layer_digests=tuple(layers[i : i + 64] for i in range(0, len(layers), 64)) or None,
+            digest=column.digest_text(row),
+            layer_digests=column.layer_digests(row),
             residency=kind.residency,
             moqt_namespace=kind.moqt_namespace,
             ttl_ms=column.expiries_ms[row] - now_ms,
@@ -543,8 +553,8 @@ class PackedReplicas:
         budget = _MOVED_RECORDS
         emptied: dict[int, Chunk] = {}
         for _, count, chunk, slot in runs:
-            if count >= _PIECE_KEYS:
-                continue
+            if count >= _PIECE_KEYS or not all(chunk.uses[slot : slot + count]):
+                continue  # long enough, or moved already since the lookup names keys twice
             if budget < count:
                 break
             budget -= count * max(1, len(chunk.columns))
@@ -592,17 +602,13 @@ def _json(value: object) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def _columns(chunk: Chunk, space: Space, named: Sequence[str]) -> Iterator[Column]:
-    """Go through the columns of a space, those of the named holders first."""
-    for holder_id in named:
-        for column in chunk.columns.get(holder_id, ()):
-            if column.kind.space == space:
-                yield column
-    for holder_id, columns in chunk.columns.items():
-        if holder_id not in named:
-            for column in columns:
-                if column.kind.space == space:
-                    yield column
+def _columns(chunk: Chunk, space: Space, named: Sequence[str]) -> list[Column]:
+    """Return the columns of a space, those of the named holders first."""
+    groups = list(chunk.columns.values())
+    if named:
+        first = [chunk.columns[holder_id] for holder_id in named if holder_id in chunk.columns]
+        groups = first + [group for group in groups if group not in first]
+    return [column for group in groups for column in group if column.kind.space == space]
 
 
 Cover: TypeAlias = tuple[int, int, tuple[tuple[Column, int], ...]]
@@ -614,21 +620,21 @@ def _cover(
 ) -> list[Cover]:
     """Return what covers these slots, from the first on up to a slot that has no unexpired record."""
     first, end = slots
-    columns: list[Column] = []
+    columns = _columns(chunk, space, named)
     whole: list[tuple[Column, int]] = []
-    for column in _columns(chunk, space, named):
-        columns.append(column)
+    for column in columns:
         row = column.row_of(first)
         last = row + end - first - 1
         if row < 0 or last >= len(column.slots) or column.slots[last] != end - 1:
-            continue
+            break
         if column.earliest_ms <= now_ms:
             column.earliest_ms = min(column.expiries_ms)  # refreshes may have left it too early
-        if column.earliest_ms > now_ms:
-            whole.append((column, row))
-            if len(whole) == most:
+            if column.earliest_ms <= now_ms:
                 break
-    if len(whole) == len(columns):
+        whole.append((column, row))
+        if len(whole) == most:
+            return [(first, end, tuple(whole))]
+    else:
         return [(first, end, tuple(whole))] if whole else []
     return _cover_in_parts(columns, first, end, most, now_ms)
 

@@ -34,7 +34,7 @@ from kvsp_core.limits import (
 from kvsp_core.machines.packed_replicas import KEY_OCTETS, Column, KindKey, PackedReplicas, Segment, Space
 from kvsp_core.machines.table import Table, refuse, to
 from kvsp_core.problems import BAD_REQUEST, CONFLICT, NOT_FOUND, STORAGE_FULL, TOO_LARGE, Problem
-from kvsp_core.records import ReplicaRecord
+from kvsp_core.records import ReplicaRecord, Residency
 
 __all__ = [
     "TABLE",
@@ -50,6 +50,7 @@ __all__ = [
     "RecordKind",
     "Refused",
     "ReplicaIndex",
+    "Source",
     "TimerFired",
     "Withdraw",
     "Withdrawn",
@@ -188,6 +189,41 @@ _QUARANTINED: Final = Problem(
 # What happens
 
 
+class Source:
+    """A replica as the estimates see it; nothing is copied."""
+
+    __slots__ = ("_column", "_row")
+
+    def __init__(self, column: Column, row: int) -> None:
+        self._column = column
+        self._row = row
+
+    @property
+    def holder(self) -> str:
+        """The base URI of who has it."""
+        return self._column.kind.key.holder
+
+    @property
+    def digest(self) -> str:
+        """The digest of the replica."""
+        return self._column.digest_text(self._row)
+
+    @property
+    def size(self) -> int:
+        """Octets of all K and V sections."""
+        return self._column.sizes[self._row]
+
+    @property
+    def layer_digests(self) -> tuple[str, ...] | None:
+        """One for each layer of the block, or None."""
+        return self._column.layer_digests(self._row)
+
+    @property
+    def residency(self) -> tuple[Residency, ...]:
+        """Which layers are in which tier."""
+        return self._column.kind.key.residency
+
+
 class Match:
     """What a lookup found. It reads from the index, so use it before the index handles anything else."""
 
@@ -210,6 +246,15 @@ class Match:
         record = self._index.packed.record
         return [
             tuple(record(column, row + i, self._now_ms) for column, row in segment.replicas)
+            for segment in self._segments
+            for i in range(segment.length)
+        ]
+
+    def sources(self) -> list[tuple[Source, ...]]:
+        """Return what the estimates of `kvsp_core.machines.placement` need of the records of each key."""
+        self._check()
+        return [
+            tuple(Source(column, row + i) for column, row in segment.replicas)
             for segment in self._segments
             for i in range(segment.length)
         ]
@@ -395,34 +440,28 @@ class ReplicaIndex:
     def _publish(self, event: Publish, now_ms: int) -> Effect:
         record = event.record
         key = unhexlify(event.block_key)
-        digest = unhexlify(record.digest[8:])
-        ttl_ms = min(record.ttl_ms, self._max_ttl_ms)
-        if self._is_quarantined(event.holder_id, key, digest, now_ms):
-            return Refused(problem=_QUARANTINED)
+        ttl_ms = record.ttl_ms if record.ttl_ms < self._max_ttl_ms else self._max_ttl_ms
         found = self.packed.find(event.holder_id, key)
-        if found is not None:
-            column, row = found
-            if _is_same(column, row, event, digest):
-                created = column.expiries_ms[row] <= now_ms
-                self.packed.set_expiry(column, row, now_ms + ttl_ms)
-                self.generation += 1
-                if created:
-                    return Published(created=True, ttl_ms=ttl_ms)
-                if ttl_ms != self._refreshed.ttl_ms:
-                    self._refreshed = Published(created=False, ttl_ms=ttl_ms)
-                return self._refreshed
-        return self._insert(event, key, digest, now_ms, ttl_ms, found)
+        if found is None or not _is_same(found[0], found[1], event):
+            return self._insert(event, key, now_ms, ttl_ms, found)
+        column, row = found
+        created = column.expiries_ms[row] <= now_ms
+        self.packed.set_expiry(column, row, now_ms + ttl_ms)
+        self.generation += 1
+        if created:
+            return Published(created=True, ttl_ms=ttl_ms)
+        if ttl_ms != self._refreshed.ttl_ms:
+            self._refreshed = Published(created=False, ttl_ms=ttl_ms)
+        return self._refreshed
 
     def _insert(
-        self,
-        event: Publish,
-        key: bytes,
-        digest: bytes,
-        now_ms: int,
-        ttl_ms: int,
-        replaced: tuple[Column, int] | None,
+        self, event: Publish, key: bytes, now_ms: int, ttl_ms: int, replaced: tuple[Column, int] | None
     ) -> Effect:
         record = event.record
+        digest = unhexlify(record.digest[8:])
+        refused, until_ms = self._quarantine.get((event.holder_id, key), (b"", 0))
+        if refused == digest and now_ms < until_ms:
+            return Refused(problem=_QUARANTINED)
         if problem := _fault(event, key):
             return Refused(problem=problem)
         kind = KindKey(
@@ -509,12 +548,6 @@ class ReplicaIndex:
         found = self.packed.find(holder_id, key)
         return found if found is not None and found[0].expiries_ms[found[1]] > now_ms else None
 
-    def _is_quarantined(self, holder_id: str, key: bytes, digest: bytes, now_ms: int) -> bool:
-        if not self._quarantine:
-            return False
-        refused, until_ms = self._quarantine.get((holder_id, key), (b"", 0))
-        return refused == digest and now_ms < until_ms
-
     # The whole state
 
     def freeze(self, now_ms: int) -> FrozenIndex:
@@ -543,7 +576,7 @@ class ReplicaIndex:
             self._quarantine[holder_id, key] = digest, now_ms + left_ms
 
 
-def _is_same(column: Column, row: int, event: Publish, digest: bytes) -> bool:
+def _is_same(column: Column, row: int, event: Publish) -> bool:
     """Return whether a record says what is kept already, but for its TTL.
 
     Equal digests mean equal layer digests: a list that was accepted once agrees with its digest.
@@ -551,11 +584,12 @@ def _is_same(column: Column, row: int, event: Publish, digest: bytes) -> bool:
     record, kind = event.record, column.kind.key
     start = row * KEY_OCTETS
     return (
-        column.digests[start : start + KEY_OCTETS] == digest
+        column.digests[start : start + KEY_OCTETS] == unhexlify(record.digest[8:])
         and column.sizes[row] == record.size
         and kind.client == event.client
         and kind.holder == record.holder
-        and kind.space == (record.compat_id, record.scope_id)
+        and kind.space.scope_id == record.scope_id
+        and kind.space.compat_id == record.compat_id
         and kind.codec == record.codec
         and kind.residency == record.residency
         and kind.by_layer == (record.layer_digests is not None)
