@@ -76,6 +76,8 @@ class Submit:
     layers: int
     block_tokens: int
     producers: tuple[str, ...] | None = None
+    any_source: bool = False
+    """Whether blocks that name no source are taken from whoever has them: for loads of the instance's own."""
 
 
 @attrs.frozen
@@ -143,7 +145,9 @@ class Rejected:
 
 @attrs.frozen
 class Lookup:
-    """Ask the index for the records of these keys at these holders (our member ``holders``, decision W32)."""
+    """Ask the index for the records of these keys at these holders, or at any where none is named (our member
+    ``holders``, decision W32).
+    """
 
     directive: str
     block_keys: tuple[str, ...] = attrs.field(repr=False)
@@ -402,6 +406,7 @@ class PrefetchTable:
             layers=event.layers,
             block_tokens=event.block_tokens,
             producers=event.producers,
+            any_source=event.any_source,
             order=self._next_order,
             deadline_ms=self._now_ms + duration_ms,
         )

@@ -41,6 +41,8 @@ class Directive:
     layers: int
     block_tokens: int
     producers: tuple[str, ...] | None
+    any_source: bool = False
+    """Whether a block that names no source is taken from whoever has it."""
     order: int
     """Directives that came earlier have lower numbers."""
     state: DirectiveState = DirectiveState.PENDING
@@ -115,7 +117,9 @@ class Directive:
         if not self.asked:
             return None
         keys = tuple(itertools.islice(self.unasked, self.asked))
-        sources = (self.blocks[self.places[key]].sources for key in keys)
+        sources = [self.blocks[self.places[key]].sources for key in keys]
+        if self.any_source and not all(sources):
+            return keys, ()
         return keys, tuple(dict.fromkeys((*itertools.chain(*sources), *(self.producers or ()))))
 
     def looked_up(
@@ -149,7 +153,10 @@ class Directive:
         if self.producers is not None:
             digests = {record.digest for record in replicas if record.holder in self.producers}
             replicas = [record for record in replicas if record.digest in digests]
-        rank = {source: place for place, source in enumerate(self.blocks[self.places[key]].sources)}
+        sources = self.blocks[self.places[key]].sources
+        if self.any_source and not sources:
+            return tuple(replicas)
+        rank = {source: place for place, source in enumerate(sources)}
         usable = (record for record in replicas if record.holder in rank)
         return tuple(sorted(usable, key=lambda record: rank[record.holder]))
 

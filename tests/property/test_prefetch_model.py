@@ -53,7 +53,7 @@ class Prefetching(RuleBasedStateMachine):
                     assert len(keys) <= LIMITS.lookup_keys
                     self.lookups[name] = keys
                 case m.CancelLookup(name):
-                    del self.lookups[name]
+                    self.lookups.pop(name, None)
                 case m.LoadRequest(job, key, of_load):
                     self.of_load(job, key, of_load)
                 case m.PublishBlock(key):

@@ -225,6 +225,18 @@ def test_where_producers_are_named_only_their_digest_is_loaded() -> None:
     assert world.state("d2") is PENDING
 
 
+def test_a_load_of_the_instances_own_takes_a_block_from_whoever_has_it() -> None:
+    world = World()
+    own = attrs.evolve(directive(1, sources=()), any_source=True)
+    assert of(Lookup, world.handle(own)) == [Lookup("d1", (key(1),), ())]
+    world.look_up(1)
+    world.load(1)
+    assert world.state() is COMPLETE
+    world.handle(directive(2, name="d2", sources=()))
+    world.look_up(2, name="d2")
+    assert world.state("d2") is FAILED
+
+
 # Ends
 
 

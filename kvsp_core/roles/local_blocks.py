@@ -1,0 +1,98 @@
+"""What an instance needs of the holder of its own tiers, in the same process and under the same base URI.
+
+An instance is normally also a holder: what it loads and computes it keeps in its tiers, publishes and
+serves. The holder role does that; the instance asks it by these calls, which decide at once and return
+effects, and reads its news after each. Numbers of calls, jobs and buffers are shared
+(`kvsp_core.roles.work.Numbers`), so a completion belongs to one of the two.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeAlias
+
+import attrs
+
+from kvsp_core.container_header import ContainerHeader
+from kvsp_core.roles.role import BlockName, Effect, Input
+
+__all__ = ["BlockAdded", "BlockGone", "BlockNotAdded", "LocalBlocks", "News"]
+
+
+@attrs.frozen
+class BlockAdded:
+    """The block of an `add` is in a tier, and its record is on its way to the index; so it is where it was
+    held already."""
+
+    ticket: int
+    name: BlockName
+
+
+@attrs.frozen
+class BlockNotAdded:
+    """The block of an `add` could not be kept."""
+
+    ticket: int
+    name: BlockName
+
+
+@attrs.frozen
+class BlockGone:
+    """A block is not held any more: evicted, lost to a fault, or withdrawn."""
+
+    name: BlockName
+
+
+News: TypeAlias = BlockAdded | BlockNotAdded | BlockGone
+
+
+class LocalBlocks(Protocol):
+    """The holder role, as the instance beside it sees it."""
+
+    def start(self, now_ms: int) -> tuple[Effect, ...]:
+        """Begin, as any role."""
+        ...
+
+    def handle(self, item: Input, now_ms: int) -> tuple[Effect, ...]:
+        """Take in a request for one of the holder's resources, or whatever belongs to one or to its calls
+        and jobs."""
+        ...
+
+    def next_deadline_ms(self) -> int | None:
+        """Return when the holder next wants `TimerFired`, or None."""
+        ...
+
+    def tier_of(self, name: BlockName) -> str | None:
+        """Return the tier from which a block can be read whole, or None where it is not held so."""
+        ...
+
+    def keep(self, name: BlockName) -> None:
+        """Do not evict a block until `let_go` was called as often. It need not be held yet."""
+        ...
+
+    def let_go(self, name: BlockName) -> None:
+        """Undo one `keep`."""
+        ...
+
+    def add(
+        self,
+        name: BlockName,
+        buffer: int,
+        *,
+        header: ContainerHeader,
+        layer_digests: tuple[str, ...],
+        repr_digest: str,
+        now_ms: int,
+    ) -> tuple[int, tuple[Effect, ...]]:
+        """Put a verified block from a buffer into a tier and publish it.
+
+        Returns a ticket that the news will name, and effects. The buffer stays the caller's until then.
+        """
+        ...
+
+    def lost(self, name: BlockName, now_ms: int) -> tuple[Effect, ...]:
+        """Take note that reading a block failed: drop it and withdraw its record."""
+        ...
+
+    def take_news(self) -> tuple[News, ...]:
+        """Return what has happened since the last time."""
+        ...
