@@ -17,6 +17,7 @@ __all__ = [
     "MAX_CONCURRENT_LOADS",
     "MAX_CONTAINER_BYTES",
     "MAX_CONTAINER_LAYERS",
+    "MAX_DESCRIPTORS",
     "MAX_DESCRIPTOR_BYTES",
     "MAX_DESCRIPTOR_DEPTH",
     "MAX_DIRECTIVE_BLOCKS",
@@ -32,6 +33,7 @@ __all__ = [
     "MAX_LEASE_TTL_MS",
     "MAX_LOOKUP_ANSWER_BYTES",
     "MAX_LOOKUP_KEYS",
+    "MAX_LOOKUP_TARGETS",
     "MAX_PARAMETERS_BYTES",
     "MAX_PENDING_BLOCKS",
     "MAX_PENDING_DIRECTIVES",
@@ -202,3 +204,8 @@ QUARANTINE_MS: Final = 600_000
 
 MAX_QUARANTINED: Final = 65_536
 """Replicas refused as bad at a time; beyond it the oldest is forgotten."""
+MAX_LOOKUP_TARGETS: Final = 256
+"""Instances one lookup may ask estimates for; more is 413."""
+
+MAX_DESCRIPTORS: Final = 1024
+"""Compatibility Descriptors one role keeps by content; one more is 507."""
