@@ -17,9 +17,7 @@ from kvsp_core.roles.serving import Asked, answer, done, refuse
 
 __all__ = ["Descriptors"]
 
-_OTHER_ID: Final = Problem(
-    INCOMPATIBLE, "the descriptor does not have the ID of the path; compute it anew"
-)
+_OTHER_ID: Final = Problem(INCOMPATIBLE, "the descriptor does not have the ID of the path; compute it anew")
 _UNKNOWN: Final = Problem(NOT_FOUND, "the descriptor is not known here; its publisher can put it")
 _FULL: Final = Problem(STORAGE_FULL, "no room for more descriptors")
 
