@@ -23,8 +23,10 @@ class Loop(Protocol):
         ...
 
     def call_at(self, deadline_ms: int | None, call: Callable[[], None]) -> None:
-        """Call once when the time has come; replaces what was set with the same `call`, None takes it
-        back."""
+        """Call when the time has come, and perhaps earlier too, in place of what was set with this `call`.
+
+        An earlier time that was set may stand: deadlines mostly move away, and a call too early is a no-op.
+        """
         ...
 
     def call_soon_threadsafe(self, call: Callable[[], None]) -> None:
@@ -53,9 +55,9 @@ class Incoming(Protocol):
         """
         ...
 
-    def send(self, data: bytes | memoryview, *, end: bool) -> None:
-        """Send more of the body. Where that is more than the peer takes in, the driver's `output_ready`
-        follows when there is room again.
+    def send(self, data: bytes | memoryview, *, end: bool) -> bool:
+        """Send more of the body; return whether there is room for more. Where there is not, the driver's
+        `output_ready` follows when there is.
         """
         ...
 

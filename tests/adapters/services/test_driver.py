@@ -109,6 +109,7 @@ class FakeExchange:
     acknowledged: int = 0
     cancelled: bool = False
     accepted: bool = False
+    has_room: bool = True
 
     def accept_body(self) -> None:
         self.accepted = True
@@ -118,10 +119,11 @@ class FakeExchange:
         if end:
             self.sent.append("end")
 
-    def send(self, data: bytes | memoryview, *, end: bool) -> None:
+    def send(self, data: bytes | memoryview, *, end: bool) -> bool:
         self.sent.append(bytes(data))
         if end:
             self.sent.append("end")
+        return self.has_room
 
     def acknowledge(self, count: int) -> None:
         self.acknowledged += count
