@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import attrs
@@ -181,15 +181,15 @@ def _rotten(container: bytes, random: Randomness) -> bytes:
     return bytes(octets)
 
 
-def catalogue(tier: Tier, holder: str) -> bytes:
+def catalogue(blocks: Mapping[BlockName, bytes], tier: str, holder: str) -> bytes:
     """Return what a tier holds, as `Load` asks for it."""
     entries = []
-    for name, container in tier.blocks.items():
+    for name, container in blocks.items():
         try:
             header, digests = decode_container(container)
         except RemoteProtocolError:
             continue
-        entries.append(_entry(name, header, digests, tier.name, holder))
+        entries.append(_entry(name, header, digests, tier, holder))
     return json.dumps(entries).encode()
 
 

@@ -14,10 +14,13 @@ from typing import Final, TypeAlias
 
 import attrs
 
-from kvsp_core.heads import Request
-from kvsp_core.roles.engine import EngineEvent
+from kvsp_core.heads import Request, Response
 from kvsp_core.roles.role import (
+    AnswerForm,
     AnswerReceived,
+    BlockArrived,
+    BlockName,
+    BlockReceived,
     BodyArrived,
     Call,
     CallFailed,
@@ -28,22 +31,30 @@ from kvsp_core.roles.role import (
     Input,
     JobDone,
     JobFailed,
+    JobFault,
+    LayerArrived,
     LineReceived,
+    Load,
     Observe,
     OutputReady,
     Persist,
+    ReadBlock,
+    ReceiveBlock,
     ReceiveBody,
     RequestEnded,
     RequestReceived,
     Respond,
     Role,
     Send,
+    Store,
     Stored,
     StreamEnded,
     StreamStarted,
     TimerFired,
 )
-from kvsp_sim.disk import apply_write
+from kvsp_sim.blocks import described
+from kvsp_sim.disk import apply_write, catalogue
+from kvsp_sim.engine import SimulatedEngine
 from kvsp_sim.facts import Fact
 from kvsp_sim.messages import Answer, Message, Question
 from kvsp_sim.properties import Property
@@ -152,6 +163,13 @@ class _Leg:
         self.exchange = _Exchange(question.request, question.body)
 
 
+@attrs.define
+class Shelf:
+    """A tier that works: containers by name."""
+
+    blocks: dict[BlockName, bytes]
+
+
 class CountedOctets:
     """Octets that are random to nobody: the node's name and how many were drawn before."""
 
@@ -169,8 +187,11 @@ NodeFactory: TypeAlias = Callable[[Stored, int, Callable[[int], bytes]], Role]
 
 
 class ExploredNode:
-    """A role and the loop around it. `local` are properties that see this node's facts only, such as those
-    that compare times of its clock.
+    """A role and the loop around it.
+
+    `local` are properties that see this node's facts only, such as those that compare times of its clock.
+    `tiers` are empty at first; those in `surviving` outlive a crash. What storage and engine do is done at
+    once, but for what the engine does under a name in `waits`, which is an event of its own.
     """
 
     def __init__(
@@ -181,6 +202,10 @@ class ExploredNode:
         witness: Witness,
         local: tuple[Property, ...] = (),
         can_crash: bool = False,
+        tiers: tuple[str, ...] = (),
+        surviving: tuple[str, ...] = (),
+        engine: Callable[[ExploredNode], SimulatedEngine] | None = None,
+        waits: frozenset[str] = frozenset(),
         now_ms: int = 1_000,
     ) -> None:
         self.base_uri = base_uri
@@ -194,14 +219,23 @@ class ExploredNode:
         self.calls: dict[int, _OpenCall] = {}
         self.requests: dict[int, _OpenRequest] = {}
         self.buffers: dict[int, bytes] = {}
-        self.pending: list[EngineEvent | JobDone | JobFailed] = []
+        self.pending: list[tuple[Callable[..., None], tuple[object, ...]]] = []
+        self.tiers = {name: Shelf({}) for name in tiers}
+        self.engine: SimulatedEngine | None = None
         self.held: deque[Effect] = deque()
         self.persisting: Persist | None = None
         self._octets = CountedOctets(base_uri)
         self._factory = factory
+        self._surviving = surviving
+        self._make_engine = engine
+        self._waits = waits
         self._witness = witness
         self._messages: list[Message] = []
         self._inputs: deque[Input] = deque()
+        self._due: deque[tuple[Callable[..., None], tuple[object, ...]]] = deque()
+
+    clock_shift_ms: Final = 0
+    """Restarts do not move the clock here."""
 
     # State
 
@@ -211,23 +245,24 @@ class ExploredNode:
         new.__dict__.update(self.__dict__)
         changing = (
             self.role, self.stored, self.calls, self.requests, self.buffers, self.pending, self.held,
-            self._octets, self.local,
+            self.tiers, self.engine, self._octets, self.local,
         )  # fmt: skip
         (
             new.role, new.stored, new.calls, new.requests, new.buffers, new.pending, new.held,
-            new._octets, new.local,
-        ) = copied(changing)  # fmt: skip
+            new.tiers, new.engine, new._octets, new.local,
+        ) = copied(changing, owner=self, new_owner=new)  # fmt: skip
         new._messages = []
         new._inputs = deque()
+        new._due = deque()
         return new
 
     def freeze(self) -> Hashable:
         """Return the state as a hashable value."""
         state = (
             self.role, self.life, self.stored, self.calls, self.requests, self.buffers, self.pending,
-            self.held, self.persisting, self._octets,
+            self.held, self.persisting, self.tiers, self.engine, self._octets,
         )  # fmt: skip
-        return frozen(state, self.now_ms), tuple(one.freeze(self.now_ms) for one in self.local)
+        return frozen(state, self.now_ms, owner=self), tuple(one.freeze(self.now_ms) for one in self.local)
 
     # What may happen
 
@@ -275,7 +310,8 @@ class ExploredNode:
                 self.now_ms = max(self.now_ms, deadline_ms)
                 self._inputs.append(TimerFired())
             case Pending(index):
-                self._inputs.append(self.pending.pop(index))
+                call, arguments = self.pending.pop(index)
+                call(*arguments)
             case CallLost(call_id):
                 self.calls.pop(call_id)
                 self._inputs.append(CallFailed(call_id, "no answer"))
@@ -305,7 +341,10 @@ class ExploredNode:
     def _start(self) -> None:
         self.life += 1
         stored = {name: dict(table) for name, table in self.stored.items()}
+        if self._make_engine is not None:
+            self.engine = self._make_engine(self)
         self.role = self._factory(stored, self.now_ms, self._octets)
+        self._witness.started(self)  # type: ignore[arg-type]
         self._execute(self.role.start(self.now_ms))
 
     def _crash(self, durable: bool) -> None:
@@ -314,6 +353,11 @@ class ExploredNode:
         self.persisting = None
         for table in (self.calls, self.requests, self.buffers, self.pending, self.held):
             table.clear()
+        for name, shelf in self.tiers.items():
+            if name not in self._surviving:
+                shelf.blocks.clear()
+        self._inputs.clear()
+        self._due.clear()
         self._witness.crashed(self)  # type: ignore[arg-type]
         self._start()
 
@@ -344,6 +388,9 @@ class ExploredNode:
             return
         if answer.response is not None:
             del self.calls[call_id]
+            if open_call.call.form is AnswerForm.BLOCK and answer.response.is_success:
+                self._take_block(open_call.call, answer.response, answer.data)
+                return
             self._inputs.append(AnswerReceived(call_id, answer.response, answer.data))
             return
         for line in answer.data.split(b"\n"):
@@ -353,10 +400,37 @@ class ExploredNode:
             del self.calls[call_id]
             self._inputs.append(StreamEnded(call_id))
 
+    def _take_block(self, call: Call, response: Response, octets: bytes) -> None:
+        assert call.buffer is not None
+        self.buffers[call.buffer] = octets
+        block = described(0, octets)
+        assert block.header is not None
+        for layer, digest in zip(block.header.layers, block.layer_digests, strict=True):
+            self._inputs.append(LayerArrived(call.buffer, layer, digest))
+        valid = response.repr_digest == block.repr_digest
+        self._inputs.append(BlockReceived(call.call_id, response, block.header, block.layer_digests, valid))
+
+    def deliver(self, item: Input) -> None:
+        """Bring the role an input, after those that wait."""
+        self._inputs.append(item)
+
+    def later(self, _: int, call: Callable[..., None], *arguments: object) -> None:
+        """Have something done: at once, or as an event of its own."""
+        if getattr(call, "__name__", "") in self._waits:
+            self.pending.append((call, arguments))
+        else:
+            self._due.append((call, arguments))
+
     def _drain(self) -> None:
-        """Bring the role what it is to have at once: bodies it asks for, ends of requests it answered."""
-        while self._inputs:
-            self._execute(self.role.handle(self._inputs.popleft(), self.now_ms))
+        """Bring the role what it is to have at once: bodies it asks for, ends of requests it answered, and
+        what storage and engine do for it.
+        """
+        while self._inputs or self._due:
+            if self._inputs:
+                self._execute(self.role.handle(self._inputs.popleft(), self.now_ms))
+            else:
+                call, arguments = self._due.popleft()
+                call(*arguments)
 
     # Effects
 
@@ -379,6 +453,8 @@ class ExploredNode:
             case ReceiveBody(request_id):
                 open_request = self.requests[request_id]
                 self._inputs.append(BodyArrived(request_id, open_request.question.body))
+            case ReceiveBlock(request_id, buffer):
+                self._receive_block(request_id, buffer, self.requests[request_id].question.body)
             case Respond(request_id):
                 self._respond(effect, self.requests[request_id])
             case Send(request_id, data, end):
@@ -395,14 +471,41 @@ class ExploredNode:
                 self.calls.pop(call_id, None)
             case FreeBuffer(buffer):
                 self.buffers.pop(buffer, None)
-            case Observe() | Drop():
+            case Observe():
                 pass
+            case Store() | ReadBlock() | Drop() | Load():
+                self._use_tier(effect)
             case _:
-                self.execute_other(effect)
+                assert self.engine is not None, f"{self.name} has no engine"
+                self._witness.commanded(self, effect)  # type: ignore[arg-type]
+                self.engine.execute(effect)  # type: ignore[arg-type]
 
-    def execute_other(self, effect: Effect) -> None:
-        """Carry out an effect of storage or engine; a configuration that has such says how."""
-        raise NotImplementedError(f"{self.name}: {type(effect).__name__} in an exploration")
+    def _use_tier(self, effect: Store | ReadBlock | Drop | Load) -> None:
+        shelf = self.tiers[effect.tier]
+        match effect:
+            case Store(job_id, buffer, name):
+                shelf.blocks[name] = self.buffers[buffer]
+                self.deliver(JobDone(job_id))
+            case ReadBlock(job_id, buffer, name) if name in shelf.blocks:
+                self.buffers[buffer] = shelf.blocks[name]
+                self.deliver(described(job_id, shelf.blocks[name]))
+            case ReadBlock(job_id):
+                self.deliver(JobFailed(job_id, JobFault.MISSING))
+            case Drop(name):
+                shelf.blocks.pop(name, None)
+                self._witness.dropped(self, name)  # type: ignore[arg-type]
+            case Load(job_id, tier):
+                self.deliver(JobDone(job_id, data=catalogue(shelf.blocks, tier, self.base_uri)))
+
+    def _receive_block(self, request_id: int, buffer: int, octets: bytes) -> None:
+        self.buffers[buffer] = octets
+        block = described(0, octets)
+        assert block.header is not None
+        for layer, digest in zip(block.header.layers, block.layer_digests, strict=True):
+            self._inputs.append(LayerArrived(buffer, layer, digest))
+        self._inputs.append(
+            BlockArrived(request_id, buffer, block.header, block.layer_digests, block.repr_digest)
+        )
 
     def _respond(self, effect: Respond, open_request: _OpenRequest) -> None:
         body = effect.body if isinstance(effect.body, bytes) else self.buffers[effect.body.buffer]

@@ -210,6 +210,11 @@ class Host:
         """What the clock of the process shows."""
         return self.process.clock.read(self.world.now_us)
 
+    @property
+    def clock_shift_ms(self) -> int:
+        """By how much the clock moved in the last restart."""
+        return self.process.clock_shift_ms
+
     # Life
 
     def start(self) -> None:
@@ -434,10 +439,11 @@ class Host:
         self.buffers.pop(effect.buffer, None)
 
     def _load(self, effect: Load) -> None:
-        tier = self.tiers[effect.tier]
-        self.later(
-            tier.delay_us(), lambda: self.deliver(JobDone(effect.job_id, data=catalogue(tier, self.base_uri)))
-        )
+        self.later(self.tiers[effect.tier].delay_us(), self._loaded, effect)
+
+    def _loaded(self, effect: Load) -> None:
+        listed = catalogue(self.tiers[effect.tier].blocks, effect.tier, self.base_uri)
+        self.deliver(JobDone(effect.job_id, data=listed))
 
     def _command_engine(self, effect: EngineCommand) -> None:
         assert self.engine is not None, f"{self.name} has no engine"

@@ -27,19 +27,22 @@ _POINT_IN_TIME: Final = re.compile(
 )
 
 
-def copied(value: Any) -> Any:
-    """Return a copy that shares nothing that can change with the original."""
-    return _copy(value, {})
+def copied(value: Any, *, owner: object = None, new_owner: object = None) -> Any:
+    """Return a copy that shares nothing that can change with the original.
+
+    Where `owner` is referred to within, the copy refers to `new_owner`.
+    """
+    return _copy(value, {} if owner is None else {id(owner): (new_owner, owner)})
 
 
-def frozen(value: Any, now_ms: int) -> Hashable:
+def frozen(value: Any, now_ms: int, *, owner: object = None) -> Hashable:
     """Return a hashable value for the state of an object.
 
     What has a `freeze` of its own is asked; of other objects all attributes count. An integer attribute whose
     name says that it is a point in time (``..._at_ms``, ``..._deadline_ms``) counts as its distance from
-    `now_ms`. Functions stand for themselves.
+    `now_ms`. Functions stand for themselves, and so does `owner`, where it is referred to within.
     """
-    return _freeze(value, "", now_ms, [])
+    return _freeze(value, "", now_ms, [] if owner is None else [id(owner)])
 
 
 @lru_cache(maxsize=1024)

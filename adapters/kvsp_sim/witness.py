@@ -204,7 +204,7 @@ class Witness:
         """A role starts, for the first time or after a crash."""
         self._holders[component_id(host.base_uri)] = host.base_uri
         restored = frozenset(name.block_key for tier in host.tiers.values() for name in tier.blocks)
-        shift_ms = host.process.clock_shift_ms
+        shift_ms = host.clock_shift_ms
         self.observe(HolderRestarted(holder=host.base_uri, shift_ms=shift_ms, restored=restored))
         if host.base_uri == self.index and host.life > 1:
             self.observe(IndexRestarted())

@@ -87,7 +87,7 @@ def test_memory_is_empty_after_a_crash(survives: bool, left: int) -> None:
     kept.store(NAME, container(1))
     kept.crash()
     assert len(kept.blocks) == left
-    assert len(json.loads(catalogue(kept, "https://h/"))) == left
+    assert len(json.loads(catalogue(kept.blocks, kept.name, "https://h/"))) == left
 
 
 def test_what_rots_keeps_its_form() -> None:
