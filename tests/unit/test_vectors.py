@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvsp_core.block_keys import BlockKeyChain, block_keys
+from kvsp_core.bodies import decode, encode
 from kvsp_core.container import (
     BlockArrived,
     BlockEvent,
@@ -22,6 +23,7 @@ from kvsp_core.container import (
 )
 from kvsp_core.errors import KVSPError, LocalProtocolError, RemoteProtocolError
 from kvsp_core.identity import CompatibilityDescriptor, Scope, component_id, parse_base_uri
+from kvsp_core.records import InstanceStatus, ReplicaRecord, SessionCheckpoint
 
 VECTORS = Path(__file__).resolve().parents[1] / "vectors"
 
@@ -34,9 +36,8 @@ def named(cases: list[dict[str, Any]]) -> list[Any]:
     return [pytest.param(case, id=case["name"]) for case in cases]
 
 
-DESCRIPTORS, KEYS, CONTAINERS, COMPONENTS = map(
-    load, ("descriptors", "block_keys", "containers", "components")
-)
+DESCRIPTORS, KEYS, CONTAINERS = map(load, ("descriptors", "block_keys", "containers"))
+COMPONENTS, RECORDS = map(load, ("components", "records"))
 
 
 @pytest.mark.requirement("TV-1")
@@ -192,6 +193,35 @@ def test_container_refused_at_the_earliest_octet(case: dict[str, Any]) -> None:
         case["problem"],
     )
     assert last.problem.detail
+
+
+# Records ------------------------------------------------------------------------------------------
+
+KINDS: dict[str, Any] = {
+    "Replica Record": ReplicaRecord,
+    "Instance Status Record": InstanceStatus,
+    "Session Checkpoint": SessionCheckpoint,
+}
+
+
+def record_cases(cases: list[dict[str, Any]]) -> list[Any]:
+    return [pytest.param(case, id=f"{case['record']}-{case.get('member', 'valid')}") for case in cases]
+
+
+@pytest.mark.requirement("TV-1", "RR-1", "RR-2", "RR-5", "RR-6")
+@pytest.mark.parametrize("case", record_cases(RECORDS["valid"]))
+def test_record(case: dict[str, Any]) -> None:
+    read = decode(KINDS[case["record"]], json.dumps(case["document"]).encode())
+    known = {name: value for name, value in case["document"].items() if name != "later"}
+    assert json.loads(encode(read)) == known
+
+
+@pytest.mark.requirement("RR-2", "RR-5", "RR-6")
+@pytest.mark.parametrize("case", record_cases(RECORDS["invalid"]))
+def test_record_refused(case: dict[str, Any]) -> None:
+    with pytest.raises(RemoteProtocolError) as refused:
+        decode(KINDS[case["record"]], json.dumps(case["document"]).encode())
+    assert refused.value.member == case["member"]
 
 
 # Components ---------------------------------------------------------------------------------------

@@ -399,6 +399,95 @@ def invalid_containers() -> list[dict[str, Any]]:
     return made
 
 
+# Records ------------------------------------------------------------------------------------------
+
+HEX = "9ca9d8b60f37f84726a27deb4cdc0d075714607a131632c2366e30b99fb1163b"
+RECORDS: dict[str, dict[str, Any]] = {
+    "Replica Record": {
+        "block_key": HEX,
+        "compat_id": PUBLISHED_ID,
+        "scope_id": "6d1c6481cd428737da312c089db3832a",
+        "holder": "https://h1.example/kvsp/",
+        "codec": 1,
+        "size": 2097152,
+        "digest": "sha-256:" + HEX,
+        "layer_digests": [HEX] * 32,
+        "residency": [
+            {"tier": "device", "layers": [0, 15]},
+            {"tier": "host", "layers": [16, 31], "read_mbit_per_s": 400000},
+        ],
+        "ttl_ms": 600000,
+    },
+    "Instance Status Record": {
+        "instance": "https://ii7.example/kvsp/",
+        "epoch": 12,
+        "state": "active",
+        "running": 18,
+        "queued": 3,
+        "batch_size": 32,
+        "kv_utilization": 0.71,
+        "prefill_tokens_per_s": 42000,
+        "decode_tokens_per_s": 3100,
+        "links": [{"holder": "https://h1.example/kvsp/", "mbit_per_s": 200000, "rtt_us": 12}],
+        "requested_state": None,
+        "ttl_ms": 3000,
+    },
+    "Session Checkpoint": {
+        "session": "6f1d0a9e-2c55-4d7e-9a0e-5b7f2f9f6a11",
+        "epoch": 1,
+        "compat_id": PUBLISHED_ID,
+        "scope_id": "6d1c6481cd428737da312c089db3832a",
+        "prompt_blocks": [HEX, HEX],
+        "prompt_tail": [374, 264],
+        "generated": [1296, 315, 279],
+        "output_offset": 3,
+        "sampler": {"method": "top-p", "params": {"p": 0.9}, "seed": 7, "step": 3, "deterministic": False},
+    },
+}
+
+
+def records() -> dict[str, Any]:
+    replica, status, checkpoint = RECORDS
+    sampler = RECORDS[checkpoint]["sampler"]
+    changes: list[tuple[str, str, dict[str, Any]]] = [
+        (replica, "block_key", {"block_key": HEX.upper()}),
+        (replica, "scope_id", {"scope_id": HEX}),
+        (replica, "digest", {"digest": HEX}),
+        (replica, "holder", {"holder": "http://h1.example/kvsp/"}),
+        (replica, "codec", {"codec": 1.0}),
+        (replica, "codec", {"codec": True}),
+        (replica, "size", {"size": -1}),
+        (replica, "ttl_ms", {"ttl_ms": 0}),
+        (replica, "residency", {"residency": [{"tier": "host", "layers": [0, 9]}] * 2}),
+        (replica, "residency[0].layers", {"residency": [{"tier": "host", "layers": [5, 4]}]}),
+        (replica, "layer_digests[1]", {"layer_digests": [HEX, "x"]}),
+        (replica, "layer_digests", {"layer_digests": [HEX] * 31}),
+        (status, "instance", {"instance": "https://ii7.example"}),
+        (status, "epoch", {"epoch": "12"}),
+        (status, "kv_utilization", {"kv_utilization": 1.5}),
+        (status, "ttl_ms", {"ttl_ms": None}),
+        (status, "links[0].rtt_us", {"links": [RECORDS[status]["links"][0] | {"rtt_us": -1}]}),
+        (checkpoint, "session", {"session": "not-a-uuid"}),
+        (checkpoint, "generated[1]", {"generated": [1, 2**32, 3]}),
+        (checkpoint, "prompt_tail[0]", {"prompt_tail": [True]}),
+        (checkpoint, "output_offset", {"output_offset": 2}),
+        (checkpoint, "sampler.step", {"sampler": sampler | {"step": 3.5}}),
+    ]
+    invalid = [
+        {"record": record, "member": member, "document": RECORDS[record] | change}
+        for record, member, change in changes
+    ]
+    for record, document in RECORDS.items():
+        optional = ("layer_digests", "requested_state")
+        for member in document.keys() - set(optional):
+            rest = {name: value for name, value in document.items() if name != member}
+            invalid.append({"record": record, "member": member, "document": rest})
+    invalid.sort(key=lambda entry: json.dumps([entry["record"], entry["member"], entry["document"]]))
+    valid = [{"record": record, "document": document} for record, document in RECORDS.items()]
+    valid += [{"record": record, "document": RECORDS[record] | {"later": [{}]}} for record in RECORDS]
+    return {"valid": valid, "invalid": invalid}
+
+
 # Components ---------------------------------------------------------------------------------------
 
 
@@ -476,6 +565,7 @@ def main() -> int:
         "block_keys.json": block_keys(),
         "containers.json": {"valid": valid_containers(), "invalid": invalid_containers()},
         "components.json": components(),
+        "records.json": records(),
     }
     stale = []
     for name, content in made.items():
