@@ -362,6 +362,13 @@ class PackedReplicas:
                             kind = column.kind.key
                             yield kind.holder_id, kind.client, self.record(column, row, now_ms)
 
+    def records_by_holder(self) -> dict[str, int]:
+        """Return how many records each holder has, by its base URI. Costs one step for each kind."""
+        counts: dict[str, int] = {}
+        for key, kind in self._kinds.items():
+            counts[key.holder] = counts.get(key.holder, 0) + kind.records
+        return counts
+
     # A prefix
 
     def match(

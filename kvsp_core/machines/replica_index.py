@@ -20,6 +20,7 @@ from typing import Final, TypeAlias, assert_never
 import attrs
 
 from kvsp_core.errors import LocalProtocolError
+from kvsp_core.ext_messages import HolderInfo, IndexInfo
 from kvsp_core.identity import component_id
 from kvsp_core.limits import (
     MAX_INDEX_BYTES,
@@ -412,6 +413,15 @@ class ReplicaIndex:
         """Return the record of a holder for a key, with the time that remains."""
         found = self._listed(holder_id, unhexlify(block_key), now_ms)
         return self.packed.record(*found, now_ms) if found else None
+
+    def describe(self) -> IndexInfo:
+        """Return how much is held, for operators: expired records count until their memory is freed."""
+        holders = sorted(self.packed.records_by_holder().items())
+        return IndexInfo(
+            records=self.packed.records,
+            size_bytes=self.packed.total_bytes,
+            holders=tuple(HolderInfo(holder=holder, records=records) for holder, records in holders),
+        )
 
     def next_deadline_ms(self) -> int | None:
         """Return when to send `TimerFired` next, or None. Records may be gone before: expiry is exact."""

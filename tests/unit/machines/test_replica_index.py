@@ -572,6 +572,16 @@ def test_an_index_is_rebuilt_from_its_frozen_state() -> None:
         other.thaw(frozen, 7000)
 
 
+def test_it_says_how_much_it_holds() -> None:
+    index = m.ReplicaIndex()
+    publish(index, *(record(key) for key in CHAIN), record(CHAIN[0], H2))
+    publish(index, record(CHAIN[0], H1, scope_id=OTHER_SCOPE))  # another kind, in place of the first
+    info = index.describe()
+    assert info.records == len(CHAIN) + 1
+    assert [(each.holder, each.records) for each in info.holders] == [(H1, len(CHAIN)), (H2, 1)]
+    assert info.size_bytes == 3 * 2048 + info.records * 256
+
+
 def test_nothing_confidential_is_shown() -> None:
     index = m.ReplicaIndex()
     event = publication(record(CHAIN[0]))
