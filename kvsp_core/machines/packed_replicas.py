@@ -287,6 +287,13 @@ class PackedReplicas:
         """The number of different block keys."""
         return len(self._where)
 
+    def records_by_holder(self) -> dict[str, int]:
+        """Return how many records each holder has."""
+        counts: dict[str, int] = {}
+        for key, kind in self._kinds.items():
+            counts[key.holder] = counts.get(key.holder, 0) + kind.records
+        return counts
+
     # One record
 
     def find(self, holder_id: str, key: bytes) -> tuple[Column, int] | None:
@@ -361,13 +368,6 @@ class PackedReplicas:
                         if column.expiries_ms[row] > now_ms:
                             kind = column.kind.key
                             yield kind.holder_id, kind.client, self.record(column, row, now_ms)
-
-    def records_by_holder(self) -> dict[str, int]:
-        """Return how many records each holder has, by its base URI. Costs one step for each kind."""
-        counts: dict[str, int] = {}
-        for key, kind in self._kinds.items():
-            counts[key.holder] = counts.get(key.holder, 0) + kind.records
-        return counts
 
     # A prefix
 
