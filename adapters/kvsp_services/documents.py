@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import tomllib
 from collections.abc import Iterable
+from enum import Enum
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -85,9 +86,10 @@ def _refuse_unknown(path: Path, found: object, kind: Any, key: str) -> None:
         for option in options:
             if option is not type(None):
                 _refuse_unknown(path, found, option, key)
-    elif origin is Literal:
-        if isinstance(found, str) and found not in options:
-            raise DocumentError(f"{path}: {key}: {found!r} is unknown; {_allowed(found, options)}")
+    elif origin is Literal or (isinstance(kind, type) and issubclass(kind, Enum)):
+        words = [str(option.value) for option in kind] if origin is None else [str(o) for o in options]
+        if isinstance(found, str) and found not in words:
+            raise DocumentError(f"{path}: {key}: {found!r} is unknown; {_allowed(found, words)}")
     elif origin in (list, tuple) and isinstance(found, list):
         for number, entry in enumerate(found):
             _refuse_unknown(path, entry, options[0], f"{key}[{number}]")

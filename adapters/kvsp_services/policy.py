@@ -13,34 +13,36 @@
     publish = ["https://h1.example/kvsp/", "https://ii1.example/kvsp/"]
     withdraw = ["https://ii1.example/kvsp/"]
 
+    [delegates]
+    "https://ii1.example/kvsp/" = ["https://h1.example/kvsp/"]
+
 What the file does not allow is refused. A scope with ``shared = true`` is for content that is public among
 its readers, who may then learn which of it others used (SK-6); ``producers`` names those whose digests
-alone count.
+alone count. A principal of ``delegates`` publishes for the holders named.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Final, Literal, TypeAlias
+from typing import Final
 
 import msgspec
 
 from kvsp_core.errors import KVSPError
 from kvsp_core.identity import parse_base_uri
+from kvsp_core.resources import RoleName
+from kvsp_core.roles.authorization import Policy, ScopeRules
 from kvsp_services.documents import DocumentError, read_toml
 
-__all__ = ["PolicyFile", "RoleName", "ScopeRules", "read_policy_file"]
-
-RoleName: TypeAlias = Literal["index", "holder", "instance", "controller", "front-end", "operator"]
+__all__ = ["read_policy"]
 
 _SCOPE_ID: Final = re.compile(r"[0-9a-f]{32}")
 _SPIFFE: Final = re.compile(r"spiffe://[a-z0-9._-]{1,255}(?:/[A-Za-z0-9._-]+)*")
 
 
-class ScopeRules(msgspec.Struct, frozen=True):
-    """Who may do what in a scope; principals by their URI."""
-
+class _Scope(msgspec.Struct, frozen=True):
     read: tuple[str, ...] = ()
     write: tuple[str, ...] = ()
     publish: tuple[str, ...] = ()
@@ -49,44 +51,54 @@ class ScopeRules(msgspec.Struct, frozen=True):
     shared: bool = False
 
 
-class PolicyFile(msgspec.Struct, frozen=True):
-    """A policy as its file says it."""
-
+class _File(msgspec.Struct, frozen=True):
     principals: dict[str, tuple[RoleName, ...]]
-    scopes: dict[str, ScopeRules] = {}
+    scopes: dict[str, _Scope] = {}
+    delegates: dict[str, tuple[str, ...]] = {}
 
 
-def read_policy_file(path: Path) -> PolicyFile:
+def read_policy(path: Path) -> Policy:
     """Return the policy in a file; raises `DocumentError` with the key of the first mistake."""
-    policy = read_toml(path, PolicyFile)
-    for principal, roles in policy.principals.items():
-        _check_principal(path, f"principals.{principal!r}", principal)
+    file = read_toml(path, _File)
+    for principal, roles in file.principals.items():
+        key = f"principals.{principal!r}"
+        if not _is_principal(principal):
+            raise DocumentError(f"{path}: {key}: expected a base URI, https and ending in /, or a SPIFFE ID")
         if not roles:
-            raise DocumentError(f"{path}: principals.{principal!r}: names no role; remove it, or give it one")
-    for scope_id, rules in policy.scopes.items():
+            raise DocumentError(f"{path}: {key}: names no role; remove it, or give it one")
+    for scope_id, scope in file.scopes.items():
         if not _SCOPE_ID.fullmatch(scope_id):
             raise DocumentError(
                 f"{path}: scopes: a scope is named by its Scope ID, 32 lowercase hex digits;"
                 " kvsp scope --scope-key-file prints it"
             )
-        _check_scope(path, scope_id, rules, policy)
-    return policy
+        for field in ("read", "write", "publish", "withdraw", "producers"):
+            _check_known(path, f"scopes.{scope_id}.{field}", getattr(scope, field), file)
+    _check_known(path, "delegates", file.delegates, file)
+    for principal, holders in file.delegates.items():
+        for number, holder in enumerate(holders):
+            if not _is_base_uri(holder):
+                raise DocumentError(f"{path}: delegates.{principal!r}[{number}]: expected a base URI")
+    rules = {scope_id: ScopeRules(**msgspec.structs.asdict(scope)) for scope_id, scope in file.scopes.items()}
+    return Policy(file.principals, rules, file.delegates)
 
 
-def _check_scope(path: Path, scope_id: str, rules: ScopeRules, policy: PolicyFile) -> None:
-    for field in ("read", "write", "publish", "withdraw", "producers"):
-        for number, principal in enumerate(getattr(rules, field)):
-            if principal not in policy.principals:
-                raise DocumentError(
-                    f"{path}: scopes.{scope_id}.{field}[{number}]: {principal} is not among the principals;"
-                    " add it there with its roles"
-                )
+def _check_known(path: Path, key: str, principals: Iterable[str], file: _File) -> None:
+    for number, principal in enumerate(principals):
+        if principal not in file.principals:
+            raise DocumentError(
+                f"{path}: {key}[{number}]: {principal} is not among the principals;"
+                " add it there with its roles"
+            )
 
 
-def _check_principal(path: Path, key: str, principal: str) -> None:
-    if _SPIFFE.fullmatch(principal):
-        return
+def _is_principal(principal: str) -> bool:
+    return _SPIFFE.fullmatch(principal) is not None or _is_base_uri(principal)
+
+
+def _is_base_uri(uri: str) -> bool:
     try:
-        parse_base_uri(principal)
-    except KVSPError as error:
-        raise DocumentError(f"{path}: {key}: not a base URI ({error}) and not a SPIFFE ID") from None
+        parse_base_uri(uri)
+    except KVSPError:
+        return False
+    return True

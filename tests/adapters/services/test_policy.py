@@ -6,30 +6,42 @@ from pathlib import Path
 
 import pytest
 
+from kvsp_core.identity import component_id
+from kvsp_core.resources import RoleName
+from kvsp_core.roles.authorization import Permission, Policy, Relation
 from kvsp_services.documents import DocumentError
-from kvsp_services.policy import PolicyFile, ScopeRules, read_policy_file
+from kvsp_services.policy import read_policy
 
 SCOPE = "6d1c6481cd428737da312c089db3832a"
 PRINCIPALS = '[principals]\n"https://h1.example/kvsp/" = ["holder"]\n"spiffe://example/ops" = ["operator"]\n'
 
 
-def read(tmp_path: Path, text: str) -> PolicyFile:
+def read(tmp_path: Path, text: str) -> Policy:
     path = tmp_path / "policy.toml"
     path.write_text(text)
-    return read_policy_file(path)
+    return read_policy(path)
+
+
+HOLDER = "https://h1.example/kvsp/"
 
 
 @pytest.mark.requirement("SE-1", "SK-6")
 def test_a_policy_names_principals_and_scopes(tmp_path: Path) -> None:
-    rules = f'[scopes.{SCOPE}]\nread = ["https://h1.example/kvsp/"]\nshared = true\n'
-    policy = read(tmp_path, PRINCIPALS + rules)
-    assert policy.principals["https://h1.example/kvsp/"] == ("holder",)
-    assert policy.scopes == {SCOPE: ScopeRules(read=("https://h1.example/kvsp/",), shared=True)}
+    rules = f'[scopes.{SCOPE}]\nread = ["{HOLDER}"]\nshared = true\n'
+    delegates = f'[delegates]\n"spiffe://example/ops" = ["{HOLDER}"]\n'
+    policy = read(tmp_path, PRINCIPALS + rules + delegates)
+    assert policy.roles(HOLDER) == {RoleName.HOLDER}
+    assert policy.may(HOLDER, Permission.READ, SCOPE)
+    assert policy.scope(SCOPE).shared
+    assert policy.stands("spiffe://example/ops", Relation.DELEGATE, component_id(HOLDER))
 
 
 def test_what_is_not_said_is_not_allowed(tmp_path: Path) -> None:
-    rules = read(tmp_path, f"{PRINCIPALS}[scopes.{SCOPE}]\n").scopes[SCOPE]
-    assert (rules.read, rules.write, rules.publish, rules.withdraw, rules.shared) == ((), (), (), (), False)
+    policy = read(tmp_path, f"{PRINCIPALS}[scopes.{SCOPE}]\n")
+    assert policy.roles("https://stranger.example/") == frozenset()
+    assert not any(policy.may(HOLDER, permission, SCOPE) for permission in Permission)
+    assert not policy.scope(SCOPE).shared
+    assert not policy.stands("spiffe://example/ops", Relation.DELEGATE, component_id(HOLDER))
 
 
 @pytest.mark.parametrize(
@@ -42,8 +54,8 @@ def test_what_is_not_said_is_not_allowed(tmp_path: Path) -> None:
         ),
         ('[principals]\n"https://h1.example/kvsp/" = ["holders"]', "did you mean holder?"),
         ('[principals]\n"https://h1.example/kvsp/" = []', "names no role"),
-        ('[principals]\n"h1.example" = ["holder"]', "not a base URI"),
-        ('[principals]\n"https://h1.example/kvsp" = ["holder"]', "not a base URI"),
+        ('[principals]\n"h1.example" = ["holder"]', "expected a base URI"),
+        ('[principals]\n"https://h1.example/kvsp" = ["holder"]', "expected a base URI"),
         (f"{PRINCIPALS}[scopes.tenant-a]", "32 lowercase hex digits"),
         (f"{PRINCIPALS}[scopes.{SCOPE.upper()}]", "32 lowercase hex digits"),
         (f"{PRINCIPALS}[scopes.{SCOPE}]\nraed = []", "did you mean read?"),
