@@ -13,7 +13,6 @@ from __future__ import annotations
 from typing import Final, assert_never
 
 from kvsp_core.bodies import encode
-from kvsp_core.ext_messages import HolderInfo, IndexInfo
 from kvsp_core.identity import component_id
 from kvsp_core.limits import MAX_LOOKUP_TARGETS
 from kvsp_core.machines import fleet as fleets
@@ -116,7 +115,7 @@ class Index:
             case PutDescriptor() | GetDescriptor():
                 return self._descriptors.serve(asked)
             case DescribeIndex():
-                return (answer(asked.request_id, self._describe()),)
+                return (answer(asked.request_id, self._replicas.describe()),)
             case _:
                 raise AssertionError("the router gives an index its own resources only")
 
@@ -204,12 +203,6 @@ class Index:
             return (refuse(asked.request_id, effect.problem),)
         reason = "digest" if digest is not None else "evicted"
         return (done(asked.request_id), Observe("kvsp_index_withdrawals", labels=(("reason", reason),)))
-
-    def _describe(self) -> IndexInfo:
-        packed = self._replicas.packed
-        counts = sorted(packed.records_by_holder().items())
-        holders = tuple(HolderInfo(holder=holder, records=records) for holder, records in counts)
-        return IndexInfo(records=packed.records, size_bytes=packed.total_bytes, holders=holders)
 
     # Instances that report here too
 
