@@ -23,6 +23,8 @@ __all__ = [
     "MAX_DIRECTIVE_BLOCKS",
     "MAX_DIRECTIVE_MS",
     "MAX_EARLY_TOKENS",
+    "MAX_FRONT_END_RETRY_MS",
+    "MAX_GENERATIONS",
     "MAX_HOLD_MS",
     "MAX_INDEX_BYTES",
     "MAX_INDEX_BYTES_PER_CLIENT",
@@ -38,6 +40,7 @@ __all__ = [
     "MAX_PENDING_BLOCKS",
     "MAX_PENDING_DIRECTIVES",
     "MAX_PLACED_MS",
+    "MAX_PLACEMENT_MS",
     "MAX_QUARANTINED",
     "MAX_REPLICAS_PER_KEY",
     "MAX_REPLICA_TTL_MS",
@@ -47,6 +50,7 @@ __all__ = [
     "MAX_STATUS_TTL_MS",
     "MAX_TOKENS_PER_CHECKPOINT",
     "MAX_UNCOVERED_TOKENS",
+    "OUTPUT_SILENCE_MS",
     "OUTPUT_WINDOW_TOKENS",
     "PROMPT_WAIT_MS",
     "QUARANTINE_MS",
@@ -209,3 +213,15 @@ MAX_LOOKUP_TARGETS: Final = 256
 
 MAX_DESCRIPTORS: Final = 1024
 """Compatibility Descriptors one role keeps by content; one more is 507."""
+
+MAX_GENERATIONS: Final = 4096
+"""Generations one front end has under way; one more fails with 503."""
+
+OUTPUT_SILENCE_MS: Final = 10_000
+"""How long a stream of output may be silent before the front end asks who owns the session."""
+
+MAX_PLACEMENT_MS: Final = 30_000
+"""How long a front end tries to have a request placed; then it fails with 503."""
+
+MAX_FRONT_END_RETRY_MS: Final = 2_000
+"""Longest time a front end waits before it asks a controller again."""

@@ -1,0 +1,564 @@
+"""The front end: it turns a prompt into one sample of output tokens, whatever happens to the instances.
+
+A program gives it `Generate`; it asks the controller where (decision W31), streams the tokens from there, and
+gives each index out once, in order (CP-4, MG-4). When a stream ends without its end, or is silent for too
+long, it asks the controller who owns the session and takes the output up again at the next index, so that its
+client does not notice (decision W20). It sends the prompt with a session that has not begun, and again where
+an instance asks for it with 428. Once the end is delivered it closes the session.
+
+It serves no resource itself and keeps nothing durable: sessions of a front end that is gone run out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum
+from heapq import heappop, heappush
+from typing import Final, TypeAlias, assert_never
+
+import attrs
+
+from kvsp_core.answers import read_answer, read_outcome
+from kvsp_core.block_keys import block_keys
+from kvsp_core.errors import LocalProtocolError, RemoteProtocolError
+from kvsp_core.ext_messages import (
+    OutputEnd,
+    OutputRequest,
+    OutputToken,
+    PlacementAnswer,
+    PlacementRequest,
+    ScopedPrefix,
+    SessionInfo,
+    decode_output_line,
+)
+from kvsp_core.heads import Response
+from kvsp_core.identity import CompatibilityDescriptor, Scope
+from kvsp_core.limits import (
+    MAX_FRONT_END_RETRY_MS,
+    MAX_GENERATIONS,
+    MAX_PLACEMENT_MS,
+    MAX_SESSION_IDLE_MS,
+    OUTPUT_SILENCE_MS,
+)
+from kvsp_core.machines import assembly as out
+from kvsp_core.problems import INCOMPATIBLE, INVALID_STATE, Problem
+from kvsp_core.records import Sampler
+from kvsp_core.resources import DeleteSession, GetSession, Operation, PlaceRequest, RoleName, StreamOutput
+from kvsp_core.roles.authorization import Policy, authorize
+from kvsp_core.roles.role import (
+    AnswerForm,
+    AnswerReceived,
+    BodyArrived,
+    BodyFailed,
+    CallFailed,
+    Effect,
+    Input,
+    LineReceived,
+    RequestEnded,
+    RequestReceived,
+    StreamEnded,
+    StreamStarted,
+    TimerFired,
+)
+from kvsp_core.roles.serving import Desk
+from kvsp_core.roles.work import Work
+
+__all__ = [
+    "Abandon",
+    "FrontEnd",
+    "FrontEndEffect",
+    "FrontEndInput",
+    "Generate",
+    "GenerationEnded",
+    "GenerationFailed",
+    "GenerationPlaced",
+    "TokenReady",
+]
+
+
+# Inputs and effects of its own ------------------------------------------------------------------------------
+
+
+@attrs.frozen(kw_only=True)
+class Generate:
+    """Generate output for a prompt. The program numbers its generations.
+
+    `shared` says, for each shared scope, how many leading tokens of the prompt are public in it (decision
+    W24). `max_tokens` and `stop` are in `sampler.params`.
+    """
+
+    generation: int
+    scope_id: str = attrs.field(repr=False)
+    prompt: tuple[int, ...] = attrs.field(repr=False)
+    sampler: Sampler
+    shared: tuple[tuple[str, int], ...] = attrs.field(default=(), repr=False)
+
+
+@attrs.frozen
+class Abandon:
+    """Nobody wants this generation any more."""
+
+    generation: int
+
+
+FrontEndInput: TypeAlias = Input | Generate | Abandon
+
+
+@attrs.frozen
+class GenerationPlaced:
+    """A generation has its instance; so many tokens of its prompt come from caches."""
+
+    generation: int
+    cached_tokens: int
+
+
+@attrs.frozen
+class TokenReady:
+    """The next output token of a generation."""
+
+    generation: int
+    index: int
+    token: int = attrs.field(repr=False)
+
+
+@attrs.frozen
+class GenerationEnded:
+    """A generation has its last token: ``stop``, ``length``. Nothing follows."""
+
+    generation: int
+    reason: str
+
+
+@attrs.frozen
+class GenerationFailed:
+    """A generation cannot go on: an HTTP status and a plain reason. Nothing follows."""
+
+    generation: int
+    status: int
+    detail: str
+
+
+FrontEndEffect: TypeAlias = Effect | GenerationPlaced | TokenReady | GenerationEnded | GenerationFailed
+
+
+# States of a generation -------------------------------------------------------------------------------------
+
+
+class _Stage(Enum):
+    PLACING = "placing"
+    STREAMING = "streaming"
+    ASKING = "asking"
+    """The controller is asked who owns the session."""
+    CLOSING = "closing"
+    """The client has its end; the controller is told so."""
+
+
+@attrs.define
+class _Generation:
+    asked: Generate
+    began_ms: int
+    since_ms: int
+    """When it last got anywhere."""
+    stage: _Stage = _Stage.PLACING
+    call: int | None = None
+    failures: int = 0
+    """Calls in a row that led nowhere."""
+    cached_tokens: int | None = 0
+    """What the placement found in caches; None once the program was told."""
+    session: str = ""
+    epoch: int = 0
+    instance: str = ""
+    request_ref: str | None = None
+    prompt_wanted: bool = True
+    output: out.OutputAssembly = attrs.field(factory=out.OutputAssembly)
+
+
+_CLOSE_ATTEMPTS: Final = 5
+_NOBODY: Final = -1  # what a call is for whose answer does not matter
+_FIRST_RETRY_MS: Final = 100
+
+
+# The role ---------------------------------------------------------------------------------------------------
+
+
+class FrontEnd:
+    """The front end at one base URI, for one model.
+
+    `scopes` are those whose keys it holds, shared ones included. `controller` is the controller's base URI.
+    Durations in milliseconds: `call_ms` for an answer, `silence_ms` between two lines of a stream,
+    `placement_ms` for all attempts to place a request, `patience_ms` without a token until it is given up.
+    """
+
+    def __init__(
+        self,
+        *,
+        base_uri: str,
+        policy: Policy,
+        controller: str,
+        descriptor: CompatibilityDescriptor,
+        scopes: Iterable[Scope],
+        max_generations: int = MAX_GENERATIONS,
+        call_ms: int = 5_000,
+        silence_ms: int = OUTPUT_SILENCE_MS,
+        placement_ms: int = MAX_PLACEMENT_MS,
+        patience_ms: int = MAX_SESSION_IDLE_MS,
+    ) -> None:
+        self.base_uri = base_uri
+        self.policy = policy
+        self._controller = controller
+        self._descriptor = descriptor
+        self._scopes = {scope.scope_id: scope for scope in scopes}
+        self._max_generations = max_generations
+        self._call_ms = call_ms
+        self._silence_ms = silence_ms
+        self._placement_ms = placement_ms
+        self._patience_ms = patience_ms
+        self._generations: dict[int, _Generation] = {}
+        self._waiting: dict[int, int] = {}  # generations that wait to try again -> until when
+        self._timers: list[tuple[int, int]] = []  # a heap of the same
+        self._work = Work()
+        self._own: list[FrontEndEffect] = []
+        self._desk = Desk([RoleName.FRONT_END], self._allow)
+
+    def start(self, now_ms: int) -> tuple[FrontEndEffect, ...]:
+        """Begin: there is nothing to do."""
+        return ()
+
+    def next_deadline_ms(self) -> int | None:
+        """Return when the front end next wants `TimerFired`, or None."""
+        while self._timers and self._waiting.get(self._timers[0][1]) != self._timers[0][0]:
+            heappop(self._timers)  # of a wait that is over
+        return self._timers[0][0] if self._timers else None
+
+    def handle(self, item: FrontEndInput, now_ms: int) -> tuple[FrontEndEffect, ...]:
+        """Take one input in; return what is to be done."""
+        match item:
+            case Generate():
+                self._generate(item, now_ms)
+            case Abandon(number):
+                self._abandon(number, now_ms)
+            case StreamStarted(call_id):
+                self._stream_started(call_id, now_ms)
+            case LineReceived(call_id, line):
+                self._line(call_id, line, now_ms)
+            case AnswerReceived(call_id, response, body):
+                self._answered(call_id, response, body, now_ms)
+            case CallFailed(call_id) | StreamEnded(call_id):
+                self._call_failed(call_id, now_ms)
+            case TimerFired():
+                self._tick(now_ms)
+            case RequestReceived() | BodyArrived() | BodyFailed() | RequestEnded():
+                _, effects = self._desk.take(item)
+                return effects
+            case _:
+                pass  # a front end has no jobs and takes no blocks
+        own, self._own = self._own, []
+        return (*own, *self._work.take())
+
+    def _allow(self, client: str, operation: Operation) -> Problem | None:
+        return authorize(self.policy, client, operation)
+
+    # Beginning
+
+    def _generate(self, asked: Generate, now_ms: int) -> None:
+        number = asked.generation
+        if number in self._generations:
+            raise LocalProtocolError(f"generation {number} is under way already; number each anew")
+        unknown = {asked.scope_id, *(scope_id for scope_id, _ in asked.shared)} - self._scopes.keys()
+        if unknown:
+            raise LocalProtocolError("the front end has no key of that scope; give it to its constructor")
+        if not asked.prompt:
+            raise LocalProtocolError("a prompt has at least one token")
+        if len(self._generations) >= self._max_generations:
+            self._own.append(GenerationFailed(number, 503, "too many generations are under way"))
+            return
+        self._generations[number] = _Generation(asked, now_ms, now_ms)
+        self._place(number, self._generations[number])
+
+    def _place(self, number: int, generation: _Generation) -> None:
+        asked = generation.asked
+        parts = ((asked.scope_id, len(asked.prompt)), *asked.shared)
+        request = PlacementRequest(
+            compat_id=self._descriptor.compat_id,
+            prefixes=tuple(self._prefix(asked.prompt[:count], scope_id) for scope_id, count in parts),
+            token_count=len(asked.prompt),
+            deterministic=asked.sampler.deterministic,
+        )
+        generation.stage = _Stage.PLACING
+        self._call(number, generation, self._controller, PlaceRequest(), request)
+
+    def _prefix(self, tokens: tuple[int, ...], scope_id: str) -> ScopedPrefix:
+        keys, _ = block_keys(self._scopes[scope_id], self._descriptor, tokens)
+        return ScopedPrefix(scope_id=scope_id, block_keys=tuple(key.hex() for key in keys))
+
+    def _placed(self, number: int, generation: _Generation, answer: PlacementAnswer, now_ms: int) -> None:
+        generation.session, generation.epoch = answer.session, answer.epoch
+        generation.instance, generation.request_ref = answer.instance, answer.request_ref
+        generation.since_ms = now_ms
+        chosen = [cost for cost in answer.candidates if cost.instance == answer.instance]
+        generation.cached_tokens = sum(cost.resident_tokens + cost.fetched_tokens for cost in chosen)
+        self._attach(number, generation)
+
+    # Streaming
+
+    def _attach(self, number: int, generation: _Generation) -> None:
+        """Ask the owner for the output from the next index on."""
+        asked, begins = generation.asked, generation.prompt_wanted
+        request = OutputRequest(
+            from_index=generation.output.next_index,
+            epoch=generation.epoch,
+            compat_id=self._descriptor.compat_id if begins else None,
+            scope_id=asked.scope_id if begins else None,
+            prompt=asked.prompt if begins else None,
+            sampler=asked.sampler if begins else None,
+            request_ref=generation.request_ref,
+        )
+        generation.stage = _Stage.STREAMING
+        self._call(number, generation, generation.instance, StreamOutput(generation.session), request)
+
+    def _stream_started(self, call_id: int, now_ms: int) -> None:
+        number, generation = self._of(call_id)
+        if generation is not None and generation.stage is _Stage.STREAMING:
+            if generation.cached_tokens is not None:
+                self._own.append(GenerationPlaced(number, generation.cached_tokens))
+                generation.cached_tokens = None
+            generation.since_ms = now_ms
+            generation.failures = 0
+            generation.prompt_wanted = generation.output.next_index == 0
+
+    def _line(self, call_id: int, line: bytes, now_ms: int) -> None:
+        number, generation = self._of(call_id)
+        if generation is None:
+            return
+        event: out.Event
+        try:
+            match decode_output_line(line):
+                case OutputToken() as said:
+                    event = out.TokenArrived(said.index, said.epoch, said.token)
+                case OutputEnd(end="error") as said:
+                    event = out.StreamCut()
+                case OutputEnd() as said:
+                    event = out.EndArrived(said.end, said.index, said.epoch)
+        except RemoteProtocolError:
+            event = out.StreamCut()
+        self._take(number, generation, event, now_ms)
+
+    def _take(self, number: int, generation: _Generation, event: out.Event, now_ms: int) -> None:
+        for effect in generation.output.handle(event, now_ms):
+            match effect:
+                case out.Deliver(index, token):
+                    generation.since_ms = now_ms
+                    generation.prompt_wanted = False
+                    self._own.append(TokenReady(number, index, token))
+                case out.Finished(reason):
+                    self._own.append(GenerationEnded(number, reason))
+                    self._close(number, generation)
+                case out.Contradicted(detail):
+                    self._fail(number, generation, 502, detail)
+                case out.AskAgain():
+                    self._ask(number, generation, now_ms)
+                case _:
+                    assert_never(effect)
+
+    # Taking up again
+
+    def _ask(self, number: int, generation: _Generation, now_ms: int) -> None:
+        """Ask the controller who owns the session; later, where asking led nowhere before."""
+        self._work.cancel(generation.call or 0)
+        generation.stage, generation.call = _Stage.ASKING, None
+        if generation.failures:
+            self._retry(number, generation, now_ms)
+        else:
+            self._call(number, generation, self._controller, GetSession(generation.session))
+
+    def _informed(self, number: int, generation: _Generation, info: SessionInfo, now_ms: int) -> None:
+        if info.state == "failed":
+            self._fail(number, generation, 502, info.detail or "the session has failed")
+        elif info.state in ("finished", "cancelled"):
+            self._fail(number, generation, 502, "the session was ended by somebody else")
+        elif info.instance is None:
+            self._retry(number, generation, now_ms)
+        elif (info.instance, info.epoch) != (generation.instance, generation.epoch):
+            generation.instance, generation.epoch = info.instance, info.epoch
+            self._work.observe("kvsp_front_end_reattached")
+            self._attach(number, generation)
+        else:
+            self._attach(number, generation)
+
+    # Ends
+
+    def _close(self, number: int, generation: _Generation) -> None:
+        """Tell the controller that the session is over; the client has its end already."""
+        self._work.cancel(generation.call or 0)
+        generation.call, generation.failures = None, 0
+        generation.stage = _Stage.CLOSING
+        if generation.session:
+            self._call(number, generation, self._controller, DeleteSession(generation.session))
+        else:
+            self._forget(number)
+
+    def _fail(self, number: int, generation: _Generation, status: int, detail: str) -> None:
+        self._own.append(GenerationFailed(number, status, detail))
+        self._close(number, generation)
+
+    def _abandon(self, number: int, now_ms: int) -> None:
+        generation = self._generations.get(number)
+        if generation is not None and generation.stage is not _Stage.CLOSING:
+            self._close(number, generation)
+
+    def _forget(self, number: int) -> None:
+        self._generations.pop(number, None)
+        self._waiting.pop(number, None)
+
+    # Calls and what becomes of them
+
+    def _call(
+        self, number: int, generation: _Generation, base_uri: str, operation: Operation, body: object = None
+    ) -> None:
+        self._waiting.pop(number, None)
+        streams = isinstance(operation, StreamOutput)
+        generation.call = self._work.call(
+            base_uri,
+            operation,
+            body,
+            purpose=number,
+            timeout_ms=self._silence_ms if streams else self._call_ms,
+            form=AnswerForm.LINES if streams else AnswerForm.DOCUMENT,
+        )
+
+    def _of(self, call_id: int) -> tuple[int, _Generation | None]:
+        """Return the generation that a call is for; None where it has been given up."""
+        number = self._work.calls.get(call_id, _NOBODY)
+        generation = self._generations.get(number)
+        return number, generation if generation is not None and generation.call == call_id else None
+
+    def _ended(self, call_id: int) -> tuple[int, _Generation | None]:
+        number, generation = self._of(call_id)
+        self._work.calls.pop(call_id, None)
+        if generation is not None:
+            generation.call = None
+        return number, generation
+
+    def _answered(self, call_id: int, response: Response, body: bytes, now_ms: int) -> None:
+        number, generation = self._ended(call_id)
+        if generation is None:
+            return
+        try:
+            match generation.stage:
+                case _Stage.PLACING:
+                    placed = read_answer(PlacementAnswer, response, body)
+                    if isinstance(placed, Problem):
+                        self._refused(number, generation, placed, now_ms, response.retry_after_s)
+                    else:
+                        self._placed(number, generation, placed, now_ms)
+                case _Stage.ASKING:
+                    info = read_answer(SessionInfo, response, body)
+                    if isinstance(info, Problem):
+                        self._refused(number, generation, info, now_ms)
+                    else:
+                        self._informed(number, generation, info, now_ms)
+                case _Stage.STREAMING:
+                    problem = read_outcome(response, body)
+                    self._not_streamed(number, generation, problem, now_ms)
+                case _Stage.CLOSING:
+                    if response.status // 100 == 5:
+                        self._led_nowhere(number, generation, now_ms)
+                    else:
+                        self._forget(number)
+        except RemoteProtocolError as error:
+            self._fail(number, generation, 502, f"an answer is not as the protocol says: {error}")
+
+    def _refused(
+        self,
+        number: int,
+        generation: _Generation,
+        problem: Problem,
+        now_ms: int,
+        retry_after_s: int | None = None,
+    ) -> None:
+        """The controller has refused to place or to tell: try again where that may help."""
+        if problem.status // 100 != 5:
+            self._fail(number, generation, 502, f"the controller refused: {problem.type.title}")
+            return
+        self._led_nowhere(number, generation, now_ms)
+        if retry_after_s is not None and number in self._waiting:
+            self._wait(number, max(self._waiting[number], now_ms + 1000 * min(retry_after_s, 30)))
+
+    def _not_streamed(
+        self, number: int, generation: _Generation, problem: Problem | None, now_ms: int
+    ) -> None:
+        """The instance does not stream: it wants the prompt, has no room for it, or is not the owner."""
+        status = problem.status if problem is not None else 200
+        has_begun = generation.output.next_index > 0
+        if status == 428 and not generation.failures:
+            generation.prompt_wanted, generation.failures = True, 1
+            self._attach(number, generation)
+        elif problem is not None and problem.type in (INVALID_STATE, INCOMPATIBLE) and not has_begun:
+            self._place_again(number, generation, now_ms)
+        elif status in (400, 403, 413, 415):
+            self._fail(number, generation, 502, "the instance refused the request")
+        else:
+            self._cut(number, generation, now_ms)
+
+    def _place_again(self, number: int, generation: _Generation, now_ms: int) -> None:
+        """Nothing has begun yet: end the session, without waiting for it, and place the request anew."""
+        self._work.call(
+            self._controller, DeleteSession(generation.session), purpose=_NOBODY, timeout_ms=self._call_ms
+        )
+        generation.session, generation.stage = "", _Stage.PLACING
+        self._led_nowhere(number, generation, now_ms)
+
+    def _call_failed(self, call_id: int, now_ms: int) -> None:
+        number, generation = self._ended(call_id)
+        if generation is None:
+            return
+        if generation.stage is _Stage.STREAMING:
+            self._cut(number, generation, now_ms)
+        else:
+            self._led_nowhere(number, generation, now_ms)
+
+    def _cut(self, number: int, generation: _Generation, now_ms: int) -> None:
+        """A stream is over without its end, or did not begin: the assembly says from where to go on."""
+        self._take(number, generation, out.StreamCut(), now_ms)
+        generation.failures += 1
+
+    # Trying again
+
+    def _led_nowhere(self, number: int, generation: _Generation, now_ms: int) -> None:
+        generation.failures += 1
+        self._retry(number, generation, now_ms)
+
+    def _retry(self, number: int, generation: _Generation, now_ms: int) -> None:
+        """Do the stage's call again after a while that doubles, spread over the generations; or give up."""
+        placing = generation.stage is _Stage.PLACING
+        patience_ms = self._placement_ms if placing else self._patience_ms
+        if generation.stage is _Stage.CLOSING:
+            if generation.failures >= _CLOSE_ATTEMPTS:
+                self._forget(number)  # the session runs out by itself
+                return
+        elif now_ms - (generation.began_ms if placing else generation.since_ms) >= patience_ms:
+            detail = "no instance takes the request" if placing else "nobody goes on with the output"
+            self._fail(number, generation, 503 if placing else 504, detail)
+            return
+        delay_ms = min(_FIRST_RETRY_MS << min(generation.failures, 10), MAX_FRONT_END_RETRY_MS)
+        generation.call = None
+        self._wait(number, now_ms + delay_ms + delay_ms * (number % 16) // 16)
+
+    def _wait(self, number: int, until_ms: int) -> None:
+        self._waiting[number] = until_ms
+        heappush(self._timers, (until_ms, number))
+
+    def _tick(self, now_ms: int) -> None:
+        while (deadline_ms := self.next_deadline_ms()) is not None and deadline_ms <= now_ms:
+            _, number = heappop(self._timers)
+            generation = self._generations[number]
+            del self._waiting[number]
+            match generation.stage:
+                case _Stage.PLACING:
+                    self._place(number, generation)
+                case _Stage.ASKING:
+                    self._call(number, generation, self._controller, GetSession(generation.session))
+                case _Stage.CLOSING:
+                    self._call(number, generation, self._controller, DeleteSession(generation.session))
+                case _Stage.STREAMING:
+                    self._attach(number, generation)
