@@ -1,6 +1,6 @@
 """Prometheus metrics of a process (requirement OP-1): what roles observe, and how long things took.
 
-Roles name what they count, such as ``index_lookup_hits``; here it becomes ``kvsp_index_lookup_hits_total``.
+Roles name what they count, such as ``kvsp_index_lookups``; here it becomes ``kvsp_index_lookups_total``.
 Labels are few and fixed words: a label that would take many values, as an identifier does, is folded into
 ``other``.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Callable
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -25,6 +26,7 @@ _NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,80}")
 _LABEL_VALUE: Final = re.compile(r"[a-zA-Z0-9_./: -]{0,64}")
 _SECONDS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _OTHER: Final = "other"
+_PREFIX: Final = "kvsp_"
 
 
 class Metrics:
@@ -37,25 +39,31 @@ class Metrics:
         self._histograms: dict[str, Histogram] = {}
         self._label_values: dict[tuple[str, str], set[str]] = {}
         self._lock = threading.Lock()
+        self.before_exposition: list[Callable[[], None]] = []
+        """Called first when somebody asks for the metrics: they set gauges."""
 
     def observe(self, observed: Observe) -> None:
         """Count what a role observed."""
         labels = dict(observed.labels)
         with self._lock:
-            counter = self._counters.get(observed.name)
+            name = _checked(observed.name).removesuffix("_total")
+            counter = self._counters.get(name)
             if counter is None:
-                name = _checked(observed.name)
-                counter = Counter(f"kvsp_{name}", _sentence(name), tuple(labels), registry=self.registry)
-                self._counters[observed.name] = counter
-            folded = {name: self._folded(observed.name, name, value) for name, value in labels.items()}
+                counter = Counter(name, _sentence(name), tuple(labels), registry=self.registry)
+                self._counters[name] = counter
+            folded = {label: self._folded(name, label, value) for label, value in labels.items()}
         (counter.labels(**folded) if folded else counter).inc(observed.value)
+
+    def count(self, name: str, value: int = 1, **labels: str) -> None:
+        """Count something of the process's own."""
+        self.observe(Observe(name, value, tuple(labels.items())))
 
     def set(self, name: str, value: float) -> None:
         """Set a gauge, such as ``connections``."""
         with self._lock:
             gauge = self._gauges.get(name)
             if gauge is None:
-                gauge = Gauge(f"kvsp_{_checked(name)}", _sentence(name), registry=self.registry)
+                gauge = Gauge(_checked(name), _sentence(name), registry=self.registry)
                 self._gauges[name] = gauge
         gauge.set(value)
 
@@ -65,7 +73,7 @@ class Metrics:
             histogram = self._histograms.get(name)
             if histogram is None:
                 histogram = Histogram(
-                    f"kvsp_{_checked(name)}_duration_seconds",
+                    f"{_checked(name)}_duration_seconds",
                     f"{_sentence(name)}: how long it took.",
                     tuple(labels),
                     buckets=_SECONDS,
@@ -86,14 +94,17 @@ class Metrics:
 
     def exposition(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
+        for call in self.before_exposition:
+            call()
         return generate_latest(self.registry)
 
 
 def _checked(name: str) -> str:
+    """Return the name of a metric with the prefix that all of them have."""
     if not _NAME.fullmatch(name):
         raise LocalProtocolError("a metric is named in lowercase letters, digits and underscores")
-    return name
+    return name if name.startswith(_PREFIX) else _PREFIX + name
 
 
 def _sentence(name: str) -> str:
-    return name.replace("_", " ").capitalize()
+    return name.removeprefix(_PREFIX).replace("_", " ").capitalize()

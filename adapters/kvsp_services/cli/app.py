@@ -20,6 +20,7 @@ COMMANDS: Final = {
     "keys": "kvsp_services.cli.values:keys",
     "pki": "kvsp_services.cli.pki:pki",
     "scope": "kvsp_services.cli.values:scope",
+    "serve": "kvsp_services.cli.serve:serve",
 }
 """The commands of this package. A module is imported when its command is asked for, so that ``kvsp``
 starts fast."""

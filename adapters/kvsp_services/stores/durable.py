@@ -24,7 +24,7 @@ from kvsp_core.errors import LocalProtocolError
 from kvsp_core.roles.role import Append, Delete, Put, Write
 from kvsp_services.stores.sealing import SALT_BYTES, Sealer, StorageError, derive_key, hidden_name
 
-__all__ = ["MIGRATIONS", "DurableStore", "GroupCommitter", "back_up"]
+__all__ = ["MIGRATIONS", "DurableStore", "GroupCommitter", "NoStore", "back_up"]
 
 APPLICATION_ID: Final = 0x4B565350  # "KVSP"
 MIGRATIONS: Final[tuple[str, ...]] = (
@@ -243,6 +243,17 @@ class GroupCommitter:
             self._wake.notify()
         self._thread.join()
         self._store.close()
+
+
+class NoStore:
+    """Where there is no store: a role that wants to make something durable fails."""
+
+    def submit(self, writes: Sequence[Write], done: Callable[[Exception | None], None]) -> None:
+        """Refuse a batch."""
+        done(StorageError("this role persists state; set storage_key_file in its configuration"))
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 # The file -----------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ def shown(metrics: Metrics) -> list[str]:
 @pytest.mark.requirement("OP-1")
 def test_what_roles_observe_is_counted() -> None:
     metrics = Metrics()
-    metrics.observe(Observe("index_lookup_hits"))
+    metrics.observe(Observe("kvsp_index_lookup_hits"))
     metrics.observe(Observe("index_lookup_hits", 3))
     metrics.observe(Observe("lookup_misses", 1, (("reason", "expired"),)))
     assert "kvsp_index_lookup_hits_total 4.0" in shown(metrics)

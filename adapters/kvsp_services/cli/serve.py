@@ -1,0 +1,34 @@
+"""``kvsp serve``: run roles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args
+
+import click
+
+from kvsp_core.errors import KVSPError
+from kvsp_services.config import LoopName, read_config
+from kvsp_services.logs import configure_logs
+
+__all__ = ["serve"]
+
+
+@click.command()
+@click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option(
+    "--loop", type=click.Choice(get_args(LoopName)), help="What it runs on; default: what the file says."
+)
+@click.option("--check", is_flag=True, help="Only read the configuration, and say whether it is right.")
+def serve(config: Path, loop: LoopName | None, check: bool) -> None:
+    """Run the roles that the CONFIG file names, until SIGTERM. SIGHUP reloads policy and certificates."""
+    document = read_config(config)
+    if check:
+        click.echo(f"{config}: runs {', '.join(document.roles)}")
+        return
+    configure_logs(document.log.level, document.log.format)
+    from kvsp_services import process
+
+    failure = process.serve(document, loop)
+    if failure is not None:
+        raise KVSPError(failure)

@@ -1,0 +1,322 @@
+"""A process that runs roles: started from a configuration, reloaded, drained and stopped by signals.
+
+SIGHUP reads policy and certificates again; what cannot be used is said and changes nothing. SIGTERM and
+SIGINT stop in order: no new connections, what is under way ends, stores are closed; then the log says "safe
+to stop". A role whose write could not be made durable is discarded and rebuilt from its store, a bounded
+number of times.
+"""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import anyio
+import structlog
+
+from kvsp_core.errors import KVSPError
+from kvsp_core.roles.authorization import Policy
+from kvsp_core.roles.role import Role
+from kvsp_h2 import Credentials
+from kvsp_services.assembly import Materials, make_role, make_tiers, read_descriptors, read_storage_key
+from kvsp_services.buffers import BufferPool
+from kvsp_services.config import Config, LoopName, RoleSection
+from kvsp_services.driver import Driver
+from kvsp_services.loops import AsyncioLoop, TrioLoop, Workers
+from kvsp_services.metrics import Metrics
+from kvsp_services.monitoring import MonitoringServer
+from kvsp_services.policy import read_policy
+from kvsp_services.ports import Loop
+from kvsp_services.stores.blocks import BlockTier
+from kvsp_services.stores.durable import DurableStore, GroupCommitter, NoStore
+from kvsp_services.wire import ServedRole, ServicePeers
+
+__all__ = ["Process", "RunningRole", "serve"]
+
+MAX_REBUILDS: Final = 5
+REBUILD_WINDOW_S: Final = 60.0
+DRAIN_S: Final = 30.0
+_HEARTBEAT_S: Final = 1.0
+_DEAF_S: Final = 10.0
+"""Time without a heartbeat after which the process says that it is not healthy."""
+
+
+class RunningRole:
+    """One role of a process: its store, driver, connections, and how often it had to be rebuilt."""
+
+    def __init__(self, process: Process, name: str, section: RoleSection) -> None:
+        self.name = name
+        self.section = section
+        self.credentials = Credentials(
+            Path(section.certificate_file), Path(section.key_file), Path(process.config.authorities_file)
+        )
+        self.role: Role | None = None
+        self.listener: Any = None
+        self.served: ServedRole | None = None
+        self.trouble: str | None = "starting"
+        """Why the role is not ready; None where it is."""
+        self._process = process
+        self._log = structlog.get_logger().bind(role=name)
+        self._committer: GroupCommitter | NoStore = NoStore()
+        self._tiers: dict[str, BlockTier] = make_tiers(getattr(section, "tiers", []), process.storage_key)
+        self._rebuilt: deque[float] = deque()
+
+    def build(self) -> None:
+        """Make the role from its store, and drive it."""
+        process = self._process
+        stored: dict[str, dict[str, bytes]] = {}
+        if process.storage_key is not None:
+            path = Path(process.config.data_dir) / f"{self.name}.sqlite"
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            store = DurableStore(path, process.storage_key, self.section.base_uri)
+            stored = store.load()
+            self._committer = GroupCommitter(store)
+        materials = Materials(
+            config=process.config, policy=process.policy, descriptors=process.descriptors, stored=stored
+        )
+        self.role = make_role(self.name, self.section, materials)
+        driver = Driver(
+            self.role,
+            process.loop,
+            ServicePeers.of_network(process.network, self.credentials),
+            committer=self._committer,
+            tiers=self._tiers,
+            pool=process.pool,
+            observe=process.metrics.observe,
+            failed=self._failed,
+        )
+        if self.served is None:
+            self.served = ServedRole(driver)
+        else:
+            self.served.driver = driver
+        self.trouble = None
+        driver.start()
+
+    async def listen(self) -> None:
+        """Take connections."""
+        assert self.served is not None
+        host, port = self.section.address
+        try:
+            self.listener = await self._process.network.listen(
+                self.credentials, self.section.base_uri, self.served.on_event, host=host, port=port
+            )
+        except OSError as error:
+            raise KVSPError(
+                f"[{self.name}]: cannot listen on {host}:{port}: {error.strerror or error};"
+                " stop what listens there, or set listen"
+            ) from None
+        self._log.info("listening", base_uri=self.section.base_uri, port=self.listener.port)
+
+    def _failed(self, error: Exception) -> None:
+        """Take note that the role cannot go on, and build it anew, unless that happened too often."""
+        self._log.error("role failed", error=str(error), kind=type(error).__name__)
+        self._process.metrics.count("role_rebuilds", role=self.name)
+        self.trouble = "being rebuilt"
+        now = time.monotonic()
+        self._rebuilt.append(now)
+        while self._rebuilt[0] < now - REBUILD_WINDOW_S:
+            self._rebuilt.popleft()
+        if len(self._rebuilt) > MAX_REBUILDS:
+            self._process.give_up(f"[{self.name}] failed {MAX_REBUILDS} times in a minute: {error}")
+            return
+        committer = self._committer
+
+        def close_and_rebuild() -> None:
+            committer.close()
+            self._process.loop.call_soon_threadsafe(self._rebuild)
+
+        self._process.loop.in_thread(self.name, close_and_rebuild)
+
+    def _rebuild(self) -> None:
+        try:
+            self.build()
+        except Exception as error:
+            self._process.give_up(f"[{self.name}] cannot be rebuilt: {error}")
+        else:
+            self._log.info("role rebuilt")
+
+    def close(self) -> None:
+        """Stop the role and close its stores; blocks."""
+        if self.served is not None:
+            self.served.driver.stop()
+        self._committer.close()
+        for tier in self._tiers.values():
+            tier.close()
+
+
+class Process:
+    """The roles of a configuration on a loop and its network."""
+
+    def __init__(self, config: Config, loop: Loop, network: Any, metrics: Metrics) -> None:
+        self.config = config
+        self.loop = loop
+        self.network = network
+        self.metrics = metrics
+        self.pool = BufferPool()
+        self.storage_key = read_storage_key(config)
+        self.descriptors = read_descriptors(config)
+        self.policy: Policy = read_policy(Path(config.policy_file))
+        self.stopping = anyio.Event()
+        self.failure: str | None = None
+        self._log = structlog.get_logger()
+        self._beat = time.monotonic()
+        self.roles = [RunningRole(self, name, section) for name, section in config.roles.items()]
+        metrics.before_exposition.append(self._set_gauges)
+
+    def _set_gauges(self) -> None:
+        self.metrics.set("connections", sum(r.served.connections for r in self.roles if r.served))
+
+    async def start(self) -> None:
+        """Build every role, then listen for all of them."""
+        for role in self.roles:
+            role.build()
+        for role in self.roles:
+            await role.listen()
+
+    def reload(self) -> None:
+        """Read policy and certificates again; where they cannot be used, go on with those there are."""
+        try:
+            policy = read_policy(Path(self.config.policy_file))
+            for role in self.roles:
+                role.credentials.reload()
+        except (KVSPError, OSError) as error:
+            self._log.error("not reloaded", error=str(error))
+            return
+        self.policy = policy
+        for role in self.roles:
+            if role.role is not None and hasattr(role.role, "policy"):
+                role.role.policy = policy
+        self._log.info("reloaded")
+
+    def give_up(self, reason: str) -> None:
+        """Stop, because a role cannot go on."""
+        self.failure = self.failure or reason
+        self.stopping.set()
+
+    def trouble(self) -> str | None:
+        """Return why the process is not ready, or None."""
+        if self.stopping.is_set():
+            return "stopping"
+        return next((f"{r.name}: {r.trouble}" for r in self.roles if r.trouble is not None), None)
+
+    def deaf(self) -> str | None:
+        """Return why the process is not healthy: its loop does not turn; or None."""
+        silent = time.monotonic() - self._beat
+        return f"the loop has not turned for {silent:.0f} s" if silent > _DEAF_S else None
+
+    async def beat(self) -> None:
+        """Show that the loop turns, and do what is due from time to time."""
+        while True:
+            self._beat = time.monotonic()
+            await anyio.sleep(_HEARTBEAT_S)
+
+    async def handle_signals(self, started: Callable[[], None]) -> None:
+        """Reload at SIGHUP, stop at SIGTERM and SIGINT."""
+        with anyio.open_signal_receiver(signal.SIGHUP, signal.SIGTERM, signal.SIGINT) as signals:
+            started()
+            async for number in signals:
+                if number == signal.SIGHUP:
+                    self.reload()
+                elif self.stopping.is_set():
+                    return  # asked twice: do not wait for what is under way
+                else:
+                    self._log.info("draining")
+                    self.stopping.set()
+
+    async def drain(self) -> None:
+        """Take nothing new and let what is under way end, for a bounded time."""
+        for role in self.roles:
+            if role.listener is not None:
+                role.listener.shutdown()
+        with anyio.move_on_after(DRAIN_S):
+            while any(role.listener is not None and role.listener.links for role in self.roles):
+                await anyio.sleep(0.05)
+
+    def close(self) -> None:
+        """Close every role; blocks."""
+        for role in self.roles:
+            role.close()
+
+
+def _network_of(loop: LoopName) -> Callable[[], AbstractAsyncContextManager[Any]]:
+    # Only the pump that is used is imported, so that the other one's packages need not be there.
+    pump = importlib.import_module("kvsp_trio" if loop == "trio" else "kvsp_asyncio")
+    opened: Callable[[], AbstractAsyncContextManager[Any]] = pump.open_network
+    return opened
+
+
+@asynccontextmanager
+async def _running(config: Config, loop: LoopName, metrics: Metrics) -> AsyncIterator[tuple[Process, Any]]:
+    workers = Workers()
+    try:
+        async with _network_of(loop)() as network, anyio.create_task_group() as tasks:
+            port: Loop = TrioLoop(tasks, workers) if loop == "trio" else AsyncioLoop(workers)
+            process = Process(config, port, network, metrics)
+            try:
+                yield process, tasks
+            finally:
+                process.close()
+                tasks.cancel_scope.cancel()
+    finally:
+        workers.close()
+
+
+async def _serve(config: Config, loop: LoopName, started: Callable[[], None]) -> str | None:
+    metrics = Metrics()
+    log = structlog.get_logger()
+    async with _running(config, loop, metrics) as (process, tasks):
+        monitoring = None
+        if config.monitoring.enabled:
+            monitoring = MonitoringServer(
+                metrics,
+                alive=process.deaf,
+                ready=process.trouble,
+                host=config.monitoring.host,
+                port=config.monitoring.port,
+            )
+            log.info("monitoring", host=config.monitoring.host, port=monitoring.port)
+        try:
+            await process.start()
+            tasks.start_soon(process.beat)
+            ready = anyio.Event()
+            tasks.start_soon(process.handle_signals, ready.set)
+            await ready.wait()
+            started()
+            await process.stopping.wait()
+            await process.drain()
+        finally:
+            if monitoring is not None:
+                monitoring.close()
+    log.info("safe to stop")
+    return process.failure
+
+
+def serve(
+    config: Config, loop: LoopName | None = None, started: Callable[[], None] = lambda: None
+) -> str | None:
+    """Run the roles of a configuration until a signal; return why it gave up, or None.
+
+    `started` is called once every role listens.
+    """
+    chosen = loop or config.loop
+    backend = "trio" if chosen == "trio" else "asyncio"
+    options = {"use_uvloop": True} if chosen == "uvloop" else {}
+    try:
+        return anyio.run(partial(_serve, config, chosen, started), backend=backend, backend_options=options)
+    except BaseExceptionGroup as group:
+        raise _first_of(group) from None
+
+
+def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return what went wrong where that is one error of ours, else all of it."""
+    known, other = group.split(KVSPError)
+    while isinstance(known, BaseExceptionGroup):
+        known = known.exceptions[0]  # type: ignore[assignment]
+    return group if other is not None or known is None else known
