@@ -323,7 +323,6 @@ class FrontEnd:
                 self._own.append(GenerationPlaced(number, generation.cached_tokens))
                 generation.cached_tokens = None
             generation.since_ms = now_ms
-            generation.failures = 0
             generation.prompt_wanted = generation.output.next_index == 0
 
     def _line(self, call_id: int, line: bytes, now_ms: int) -> None:
@@ -347,7 +346,7 @@ class FrontEnd:
         for effect in generation.output.handle(event, now_ms):
             match effect:
                 case out.Deliver(index, token):
-                    generation.since_ms = now_ms
+                    generation.since_ms, generation.failures = now_ms, 0
                     generation.prompt_wanted = False
                     self._own.append(TokenReady(number, index, token))
                 case out.Finished(reason):
@@ -454,7 +453,7 @@ class FrontEnd:
                 case _Stage.ASKING:
                     info = read_answer(SessionInfo, response, body)
                     if isinstance(info, Problem):
-                        self._refused(number, generation, info, now_ms)
+                        self._refused(number, generation, info, now_ms, response.retry_after_s)
                     else:
                         self._informed(number, generation, info, now_ms)
                 case _Stage.STREAMING:
@@ -474,7 +473,7 @@ class FrontEnd:
         generation: _Generation,
         problem: Problem,
         now_ms: int,
-        retry_after_s: int | None = None,
+        retry_after_s: int | None,
     ) -> None:
         """The controller has refused to place or to tell: try again where that may help."""
         if problem.status // 100 != 5:
@@ -490,8 +489,8 @@ class FrontEnd:
         """The instance does not stream: it wants the prompt, has no room for it, or is not the owner."""
         status = problem.status if problem is not None else 200
         has_begun = generation.output.next_index > 0
-        if status == 428 and not generation.failures:
-            generation.prompt_wanted, generation.failures = True, 1
+        if status == 428 and not generation.prompt_wanted:
+            generation.prompt_wanted = True
             self._attach(number, generation)
         elif problem is not None and problem.type in (INVALID_STATE, INCOMPATIBLE) and not has_begun:
             self._place_again(number, generation, now_ms)
@@ -561,4 +560,4 @@ class FrontEnd:
                 case _Stage.CLOSING:
                     self._call(number, generation, self._controller, DeleteSession(generation.session))
                 case _Stage.STREAMING:
-                    self._attach(number, generation)
+                    raise AssertionError("a stream is not waited for: it is there or asked about")
