@@ -72,6 +72,7 @@ class Committer(Protocol):
 class Driver:
     """Drives one role. `start` begins; the pump then says what happens, until `stop`.
 
+    `deliver` takes the effects that a role has of its own, as a front end has; such a role has no engine.
     `failed` is called once, with the error, when the role can no longer be driven: a write could not be made
     durable, or the role itself raised. Exchanges and calls have then been given up.
     """
@@ -87,6 +88,7 @@ class Driver:
         engine: EnginePort | None = None,
         pool: BufferPool | None = None,
         observe: Callable[[Observe], None] = lambda observed: None,
+        deliver: Callable[[object], None] | None = None,
         failed: Callable[[Exception], None],
     ) -> None:
         self.role = role
@@ -97,6 +99,7 @@ class Driver:
         self._engine = engine
         self._pool = pool or BufferPool()
         self._observe = observe
+        self._deliver = deliver
         self._failed = failed
         self._requests: dict[int, IncomingRequest] = {}
         self._numbers: dict[int, int] = {}
@@ -274,6 +277,8 @@ class Driver:
                 self._observe(effect)
             case Persist():
                 raise AssertionError("a Persist is never carried out here")
+            case _ if self._deliver is not None:
+                self._deliver(effect)
             case _:
                 self._command(effect)
 

@@ -1,0 +1,111 @@
+"""Between the API for people's own clients and the front-end role: generations in, tokens out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+from anyio.streams.memory import MemoryObjectSendStream
+
+from kvsp_core.records import Sampler
+from kvsp_core.roles import front_end as roles
+from kvsp_services.driver import Driver
+from kvsp_services.openai_api import Ended, Failed, GenerationEvent, GenerationRequest, Started, Token
+
+__all__ = ["Generations", "serve_api"]
+
+
+class Generations:
+    """The generations of one front end. `driver` is what drives its role; a rebuilt one takes its place.
+
+    `scope_id` is the scope that requests are in.
+    """
+
+    def __init__(self, scope_id: str) -> None:
+        self.driver: Driver | None = None
+        self._scope_id = scope_id
+        self._last = 0
+        self._streams: dict[int, MemoryObjectSendStream[GenerationEvent]] = {}
+
+    @asynccontextmanager
+    async def generate(self, asked: GenerationRequest) -> AsyncIterator[AsyncIterator[GenerationEvent]]:
+        """Start a generation; leaving the context gives up what is left of it."""
+        self._last += 1
+        number = self._last
+        # No more events come than tokens were asked for, so this needs no bound of its own.
+        events, received = anyio.create_memory_object_stream[GenerationEvent](math.inf)
+        self._streams[number] = events
+        sampler = Sampler(
+            method=asked.method,
+            params=dict(asked.params),
+            seed=asked.seed,
+            step=0,
+            deterministic=asked.method == "greedy",
+        )
+        self._tell(
+            roles.Generate(generation=number, scope_id=self._scope_id, prompt=asked.prompt, sampler=sampler)
+        )
+        try:
+            async with received:
+                yield received
+        finally:
+            if self._streams.pop(number, None) is not None:
+                self._tell(roles.Abandon(number))
+
+    def _tell(self, item: Any) -> None:
+        if self.driver is None or self.driver.stopped:
+            self._fail_all()
+        else:
+            self.driver.handle(item)
+
+    def deliver(self, effect: object) -> None:
+        """Take what the role gives out."""
+        match effect:
+            case roles.GenerationPlaced(number, cached_tokens):
+                self._send(number, Started(cached_tokens))
+            case roles.TokenReady(number, _, token):
+                self._send(number, Token(token))
+            case roles.GenerationEnded(number, reason):
+                self._send(number, Ended(reason), last=True)
+            case roles.GenerationFailed(number, status, detail):
+                self._send(number, Failed(status, detail), last=True)
+            case _:
+                raise AssertionError(f"a front end gives out no {type(effect).__name__}")
+
+    def _send(self, number: int, event: GenerationEvent, *, last: bool = False) -> None:
+        stream = self._streams.pop(number, None) if last else self._streams.get(number)
+        if stream is None:
+            return
+        try:
+            stream.send_nowait(event)
+        except anyio.BrokenResourceError:
+            return  # its client has gone, which ends the generation
+        if last:
+            stream.close()
+
+    def _fail_all(self) -> None:
+        """Say of every generation that it is over: the role that had them is gone."""
+        for number in tuple(self._streams):
+            self._send(number, Failed(503, "the front end is being restarted; ask again"), last=True)
+
+
+async def serve_api(
+    app: Any, *, host: str, port: int, on_trio: bool, stopping: Callable[[], Awaitable[Any]]
+) -> None:
+    """Serve an application until `stopping` returns, in plain HTTP."""
+    from hypercorn.config import Config
+
+    settings = Config()
+    settings.bind = [f"{host}:{port}"]
+    settings.graceful_timeout = 3
+    settings.accesslog = None
+    settings.errorlog = None
+    serve: Any
+    if on_trio:
+        from hypercorn.trio import serve
+    else:
+        from hypercorn.asyncio import serve
+    await serve(app, settings, shutdown_trigger=stopping)
