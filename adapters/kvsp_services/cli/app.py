@@ -15,10 +15,12 @@ from kvsp_core.errors import KVSPError
 __all__ = ["COMMANDS", "ENTRY_POINTS", "kvsp", "run"]
 
 COMMANDS: Final = {
+    "backup": "kvsp_services.cli.storage:backup",
     "compat": "kvsp_services.cli.values:compat",
     "inspect": "kvsp_services.cli.values:inspect",
     "keys": "kvsp_services.cli.values:keys",
     "pki": "kvsp_services.cli.pki:pki",
+    "purge": "kvsp_services.cli.storage:purge",
     "scope": "kvsp_services.cli.values:scope",
     "serve": "kvsp_services.cli.serve:serve",
 }

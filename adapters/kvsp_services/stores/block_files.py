@@ -251,12 +251,11 @@ class FileTier:
 
     def purge(self, scope_id: str) -> int:
         """Remove every block of a scope and return how many there were."""
-        scope = self._scope(scope_id)
-        with self._lock:
-            doomed = [file for file in self._held if file.startswith(scope)]
-        for file in doomed:
-            self._remove(file)
-        shutil.rmtree(self._directory / scope, ignore_errors=True)
+        directory = self._directory / self._scope(scope_id)
+        doomed = [path for path in directory.glob("*/*") if path.suffix != _UNFINISHED]
+        for path in doomed:
+            self._remove(str(path.relative_to(self._directory)))
+        shutil.rmtree(directory, ignore_errors=True)
         return len(doomed)
 
     def expire(self) -> int:
