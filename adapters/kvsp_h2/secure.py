@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
+from kvsp_h2.connection import Connection
 from kvsp_h2.events import ConnectionEnded, Established, Event
 from kvsp_h2.http2 import ClientConnection, ServerConnection, http1_refusal
 from kvsp_h2.limits import WireLimits
@@ -13,7 +14,7 @@ from kvsp_h2.tls import Credentials, Peer, TLSConnection, TLSFailure
 
 __all__ = ["SCRATCH_BYTES", "SecureConnection", "secure_client", "secure_server"]
 
-HTTP = TypeVar("HTTP", ServerConnection, ClientConnection)
+HTTP = TypeVar("HTTP", bound=Connection)
 
 SCRATCH_BYTES: Final = 320 << 10
 """Memory for octets just decrypted: enough for 256 KiB of ciphertext and what was left before."""

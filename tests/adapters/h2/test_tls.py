@@ -20,7 +20,7 @@ from kvsp_h2 import (
     secure_server,
 )
 from kvsp_services.pki import issue
-from tests.adapters.h2.certificates import CLIENT_URI, SERVER_URI, Certificates
+from tests.adapters.certificates import CLIENT_URI, SERVER_URI, Certificates
 from tests.adapters.h2.pair import GET, Pair, ok
 
 

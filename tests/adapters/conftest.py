@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.adapters.h2.certificates import Certificates
+from tests.adapters.certificates import Certificates
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,365 @@
+"""Sockets and timers of asyncio for the connections of `kvsp_h2`; every decision is made there."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Final, Generic, TypeVar, cast
+from urllib.parse import urlsplit
+
+from kvsp_h2 import (
+    SCRATCH_BYTES,
+    ClientConnection,
+    Credentials,
+    Event,
+    SecureConnection,
+    ServerConnection,
+    WireLimits,
+    secure_server,
+)
+from kvsp_h2.connection import Connection
+from kvsp_h2.pool import Pool, PoolLimits
+
+__all__ = ["Link", "Listener", "Network", "open_network", "run"]
+
+HTTP = TypeVar("HTTP", bound=Connection)
+
+_RECEIVE_BYTES: Final = 256 << 10
+_BACKLOG: Final = 1024
+_HIGH_WATER: Final = 64 << 10
+"""Octets that a transport holds back before the connection is asked for no more."""
+
+
+class Link(asyncio.BufferedProtocol, Generic[HTTP]):
+    """One connection on its transport. `on_event` is called with each of its events, in turn.
+
+    Answers and requests given to `http` outside of `on_event` are sent by `flush`.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        connection: SecureConnection[HTTP],
+        on_event: Callable[[Link[HTTP], Event], None],
+        links: set[Link[HTTP]],
+    ) -> None:
+        self.connection = connection
+        self._network = network
+        self._on_event = on_event
+        self._links = links
+        self._transport: asyncio.Transport | None = None
+        self._paused = self._turning = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def http(self) -> HTTP:
+        """The HTTP/2 connection; there is one from `Established` on."""
+        http = self.connection.http
+        assert http is not None, "the handshake is not complete"
+        return http
+
+    def flush(self) -> None:
+        """Tell what has happened, and send what there is to send."""
+        if self._turning:
+            return
+        self._turning = True
+        try:
+            self._turn()
+        finally:
+            self._turning = False
+
+    def shutdown(self) -> None:
+        """Close in order."""
+        self.connection.shutdown(self._network.now_ms())
+        self.flush()
+
+    def abort(self) -> None:
+        """Close at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _turn(self) -> None:
+        connection = self.connection
+        while True:
+            event = connection.next_event()
+            if event is not None:
+                try:
+                    self._on_event(self, event)
+                except Exception as error:
+                    self._network.report(error)
+                    self.abort()
+                continue
+            if self._paused or self._transport is None:
+                break
+            octets = connection.data_to_send()
+            if not octets:
+                break
+            self._transport.write(octets)
+        if self._transport is not None and connection.ended:
+            if connection.dropped:
+                self._transport.abort()
+            elif not self._paused:
+                self._transport.close()
+        self._set_timer()
+
+    # Called by the loop ----------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin."""
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(_HIGH_WATER)
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._links.add(self)
+        self.flush()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Return memory for what arrives; all links share it, since each deals with it before the next."""
+        return self._network.memory
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Take what has arrived."""
+        network = self._network
+        self.connection.receive_data(network.memory[:nbytes], network.now_ms())
+        self.flush()
+
+    def eof_received(self) -> bool:
+        """Take the end of what arrives."""
+        self.connection.receive_eof(self._network.now_ms())
+        self.flush()
+        return False
+
+    def pause_writing(self) -> None:
+        """Hold output back."""
+        self._paused = True
+
+    def resume_writing(self) -> None:
+        """Go on with output."""
+        self._paused = False
+        self.flush()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """End."""
+        self._transport = None
+        self._links.discard(self)
+        self.connection.receive_eof(self._network.now_ms())
+        self.flush()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if not self._links:
+            self._network.quiet.set()
+
+    def _set_timer(self) -> None:
+        """Wake up by the connection's deadline. Deadlines mostly move away, and an early call is a no-op."""
+        due_ms = self.connection.next_deadline_ms()
+        if due_ms is None or self._transport is None:
+            return
+        due = (due_ms + 1) / 1000
+        if self._timer is not None:
+            if self._timer.when() <= due:
+                return
+            self._timer.cancel()
+        self._timer = self._network.loop.call_at(due, self._fire)
+
+    def _fire(self) -> None:
+        self._timer = None
+        self.connection.handle_timer(self._network.now_ms())
+        self.flush()
+
+
+class Network:
+    """What the connections of one event loop share. Made inside the loop; `close` ends all that came of
+    it."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.memory = memoryview(bytearray(_RECEIVE_BYTES))
+        self.scratch = memoryview(bytearray(SCRATCH_BYTES))
+        self.quiet = asyncio.Event()
+        """Set when some listener or service has lost its last connection."""
+        self._parts: list[Listener | _Dialer] = []
+
+    def now_ms(self) -> int:
+        """Return the time of the loop's monotonic clock."""
+        return int(self.loop.time() * 1000)
+
+    def report(self, error: Exception) -> None:
+        """Show an error of somebody's `on_event`: it costs that connection, no other."""
+        self.loop.call_exception_handler({"message": "dealing with an event failed", "exception": error})
+
+    async def listen(
+        self,
+        credentials: Credentials,
+        base_uri: str,
+        on_event: Callable[[Link[ServerConnection], Event], None],
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        limits: WireLimits | None = None,
+        sock: socket.socket | None = None,
+        reuse_port: bool = False,
+        max_connections: int = 4096,
+    ) -> Listener:
+        """Serve the role at `base_uri`: `on_event` is told what happens on any of its connections.
+
+        `sock`, where given, is bound already. With `reuse_port` several processes may share the work.
+        Connections beyond `max_connections` are closed at once.
+        """
+
+        def accept() -> asyncio.BaseProtocol:
+            if len(listener.links) >= max_connections:
+                return _Refusal()
+            connection = secure_server(
+                credentials, base_uri, self.now_ms(), limits=limits, scratch=self.scratch
+            )
+            return Link(self, connection, on_event, listener.links)
+
+        listener = Listener()
+        if sock is not None:
+            listener.server = await self.loop.create_server(accept, sock=sock, backlog=_BACKLOG)
+        else:
+            listener.server = await self.loop.create_server(
+                accept, host, port, backlog=_BACKLOG, reuse_port=reuse_port
+            )
+        listener.port = int(listener.server.sockets[0].getsockname()[1])
+        self._parts.append(listener)
+        return listener
+
+    def service(
+        self,
+        credentials: Credentials,
+        base_uri: str,
+        *,
+        limits: WireLimits | None = None,
+        pool_limits: PoolLimits | None = None,
+    ) -> Pool:
+        """Return the role at `base_uri` as something to call. Connections are opened as calls need them."""
+        pool = Pool(credentials, base_uri, random.random, limits=pool_limits, wire_limits=limits)
+        self._parts.append(_Dialer(self, pool))
+        return pool
+
+    async def close(self) -> None:
+        """Close everything in order."""
+        for part in self._parts:
+            part.shutdown()
+        while any(part.links for part in self._parts):
+            self.quiet.clear()
+            await self.quiet.wait()
+
+    def abort(self) -> None:
+        """Close everything at once."""
+        for part in self._parts:
+            part.abort()
+        self._parts.clear()
+
+
+@asynccontextmanager
+async def open_network() -> AsyncIterator[Network]:
+    """Open a network for listeners and services; what is open when the block ends is closed in order."""
+    network = Network()
+    try:
+        yield network
+        await network.close()
+    finally:
+        network.abort()
+
+
+class Listener:
+    """A role that is being served."""
+
+    server: asyncio.Server
+    port: int
+    """The port it listens on."""
+
+    def __init__(self) -> None:
+        self.links: set[Link[ServerConnection]] = set()
+
+    def shutdown(self) -> None:
+        """Accept no more connections, and close those there are in order."""
+        self.server.close()
+        for link in tuple(self.links):
+            link.shutdown()
+
+    def abort(self) -> None:
+        """Close everything at once."""
+        self.server.close()
+        for link in tuple(self.links):
+            link.abort()
+
+
+class _Refusal(asyncio.Protocol):
+    """Closes a connection that is one too many."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        cast(asyncio.Transport, transport).abort()
+
+
+class _Dialer:
+    """Opens the connections that a pool wants."""
+
+    def __init__(self, network: Network, pool: Pool) -> None:
+        self.links: set[Link[ClientConnection]] = set()
+        self._network = network
+        self._pool = pool
+        self._dials: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        pool.wake = self._look
+
+    def shutdown(self) -> None:
+        """Fail the calls that wait, and close the connections in order."""
+        self._pool.close("this service is not called any more")
+        for link in tuple(self.links):
+            link.shutdown()
+
+    def abort(self) -> None:
+        """Close everything at once."""
+        self._pool.close("this service is not called any more")
+        for task in self._dials:
+            task.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        for link in tuple(self.links):
+            link.abort()
+
+    def _receive(self, link: Link[ClientConnection], event: Event) -> None:
+        self._pool.receive(link, event, self._network.now_ms())
+
+    def _look(self) -> None:
+        """Open a connection where the pool wants one, now or at its deadline."""
+        network = self._network
+        if self._pool.wants_dial(network.now_ms()):
+            task = network.loop.create_task(self._dial())
+            self._dials.add(task)
+            task.add_done_callback(self._dials.discard)
+        due_ms = self._pool.next_deadline_ms()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if due_ms is None else network.loop.call_at((due_ms + 1) / 1000, self._look)
+
+    async def _dial(self) -> None:
+        network, pool = self._network, self._pool
+        where = urlsplit(pool.base_uri)
+
+        def make() -> Link[ClientConnection]:
+            connection = pool.dial(network.now_ms(), network.scratch)
+            return Link(network, connection, self._receive, self.links)
+
+        try:
+            async with asyncio.timeout(pool.wire_limits.handshake_ms / 1000):
+                await network.loop.create_connection(make, where.hostname or "", where.port or 443)
+        except (OSError, TimeoutError, ValueError):
+            pool.dial_failed("the service cannot be reached", network.now_ms())
+
+
+def run(main: Callable[[], Any]) -> Any:
+    """Run an async function on uvloop where that is installed, else on asyncio's own loop."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(main())
+    return uvloop.run(main())

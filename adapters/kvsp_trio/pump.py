@@ -1,0 +1,425 @@
+"""Sockets and timers of trio for the connections of `kvsp_h2`; every decision is made there."""
+
+from __future__ import annotations
+
+import math
+import random
+import socket
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Final, Generic, TypeVar
+from urllib.parse import urlsplit
+
+import trio
+
+from kvsp_h2 import (
+    SCRATCH_BYTES,
+    ClientConnection,
+    Credentials,
+    Event,
+    SecureConnection,
+    ServerConnection,
+    WireLimits,
+    secure_server,
+)
+from kvsp_h2.connection import Connection
+from kvsp_h2.frames import Buffer
+from kvsp_h2.pool import Pool, PoolLimits
+
+__all__ = ["Link", "Listener", "Network", "open_network"]
+
+HTTP = TypeVar("HTTP", bound=Connection)
+
+_RECEIVE_BYTES: Final = 256 << 10
+_BACKLOG: Final = 1024
+
+
+class _Socket:
+    """A socket that is read and written as far as goes without waiting."""
+
+    def __init__(self, stream: trio.SocketStream, memory: memoryview) -> None:
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = socket.socket(fileno=stream.socket.detach())
+        self._socket.setblocking(False)
+        self._memory = memory
+        self._waited = True
+
+    async def receive(self) -> Buffer:
+        """Return what arrives, in memory that all sockets share: no other task runs before it is dealt
+        with."""
+        if not self._waited:
+            await trio.lowlevel.checkpoint()
+        self._waited = False
+        while True:
+            try:
+                return self._memory[: self._socket.recv_into(self._memory)]
+            except BlockingIOError:
+                await trio.lowlevel.wait_readable(self._socket)
+                self._waited = True
+
+    def send_some(self, octets: memoryview) -> int:
+        """Send what goes without waiting; return how many octets that was. Errors show in `send`."""
+        try:
+            return self._socket.send(octets)
+        except OSError:
+            return 0
+
+    async def send(self, octets: memoryview) -> None:
+        """Send the rest."""
+        while octets:
+            await trio.lowlevel.wait_writable(self._socket)
+            with suppress(BlockingIOError):
+                octets = octets[self._socket.send(octets) :]
+
+    async def aclose(self) -> None:
+        """Close it."""
+        trio.lowlevel.notify_closing(self._socket)
+        self._socket.close()
+
+
+class _Stream:
+    """Any other stream of trio's, such as those for tests."""
+
+    def __init__(self, stream: trio.abc.Stream) -> None:
+        self._stream = stream
+
+    async def receive(self) -> Buffer:
+        """Return what arrives."""
+        return await self._stream.receive_some(_RECEIVE_BYTES)
+
+    def send_some(self, octets: memoryview) -> int:
+        """Send nothing: it would have to wait."""
+        return 0
+
+    async def send(self, octets: memoryview) -> None:
+        """Send octets."""
+        await self._stream.send_all(octets)
+
+    async def aclose(self) -> None:
+        """Close it."""
+        await trio.aclose_forcefully(self._stream)
+
+
+class Link(Generic[HTTP]):
+    """One connection on its stream. `on_event` is called with each of its events, in turn.
+
+    Answers and requests given to `http` outside of `on_event` are sent by `flush`.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        connection: SecureConnection[HTTP],
+        on_event: Callable[[Link[HTTP], Event], None],
+        stream: trio.abc.Stream,
+        links: set[Link[HTTP]],
+    ) -> None:
+        self.connection = connection
+        self._network = network
+        self._on_event = on_event
+        self._stream: _Socket | _Stream
+        if isinstance(stream, trio.SocketStream):
+            self._stream = _Socket(stream, network.memory)
+        else:
+            self._stream = _Stream(stream)
+        self._links = links
+        self._unsent = memoryview(b"")
+        self._wake = trio.Event()
+        self._turning = self._eof = self._over = False
+        self._scope = trio.CancelScope()
+
+    @property
+    def http(self) -> HTTP:
+        """The HTTP/2 connection; there is one from `Established` on."""
+        http = self.connection.http
+        assert http is not None, "the handshake is not complete"
+        return http
+
+    def flush(self) -> None:
+        """Tell what has happened, and send what there is to send."""
+        if self._turning:
+            return
+        self._turning = True
+        try:
+            self._turn()
+        finally:
+            self._turning = False
+
+    def shutdown(self) -> None:
+        """Close in order."""
+        self.connection.shutdown(self._network.now_ms())
+        self.flush()
+
+    def abort(self) -> None:
+        """Close at once."""
+        self._over = True
+        self._scope.cancel()
+
+    async def run(self) -> None:
+        """Carry octets until the connection is over."""
+        self._links.add(self)
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._write)
+                self.flush()
+                while not self._over:
+                    await self._read()
+                nursery.cancel_scope.cancel()
+        except* (OSError, trio.BrokenResourceError, trio.ClosedResourceError):
+            pass  # the peer is gone, and that is said below
+        finally:
+            self._over = True
+            self._links.discard(self)
+            self.connection.receive_eof(self._network.now_ms())
+            self.flush()
+            self._network.link_lost()
+            with trio.CancelScope(shield=True):
+                await self._stream.aclose()
+
+    def _turn(self) -> None:
+        connection = self.connection
+        while True:
+            event = connection.next_event()
+            if event is not None:
+                try:
+                    self._on_event(self, event)
+                except Exception as error:
+                    self._network.report(error)
+                    self.abort()
+                continue
+            if self._unsent or self._over:
+                break
+            octets = memoryview(connection.data_to_send())
+            if not octets:
+                break
+            self._unsent = octets[self._stream.send_some(octets) :]
+        if self._unsent:
+            self._wake.set()
+        elif connection.ended:
+            self._over = True
+        if connection.dropped:
+            self._over = True
+        if self._over:
+            self._scope.cancel()
+        self._scope.deadline = _seconds(connection.next_deadline_ms())
+
+    async def _read(self) -> None:
+        """Take what arrives, or do what is due."""
+        with trio.CancelScope(deadline=_seconds(self.connection.next_deadline_ms())) as self._scope:
+            if self._eof:
+                await trio.sleep_forever()
+            octets = await self._stream.receive()
+            if octets:
+                self.connection.receive_data(octets, self._network.now_ms())
+            else:
+                self._eof = True
+                self.connection.receive_eof(self._network.now_ms())
+            self.flush()
+        if self._scope.cancelled_caught and not self._over:
+            self.connection.handle_timer(self._network.now_ms())
+            self.flush()
+
+    async def _write(self) -> None:
+        """Send what the stream did not take at once."""
+        while True:
+            await self._wake.wait()
+            self._wake = trio.Event()
+            if self._unsent:
+                await self._stream.send(self._unsent)
+                self._unsent = memoryview(b"")
+                self.flush()
+
+
+class Network:
+    """What the connections of one trio program share; made by `open_network`."""
+
+    def __init__(self, nursery: trio.Nursery) -> None:
+        self.nursery = nursery
+        self.memory = memoryview(bytearray(_RECEIVE_BYTES))
+        self.scratch = memoryview(bytearray(SCRATCH_BYTES))
+        self._parts: list[Listener | _Dialer] = []
+        self._quiet = trio.Event()
+
+    def now_ms(self) -> int:
+        """Return the time of trio's clock."""
+        return int(trio.current_time() * 1000)
+
+    def report(self, error: Exception) -> None:
+        """Show an error of somebody's `on_event`: it costs that connection, no other."""
+        traceback.print_exception(error)
+
+    def link_lost(self) -> None:
+        """Wake up who waits for connections to end."""
+        self._quiet.set()
+
+    async def listen(
+        self,
+        credentials: Credentials,
+        base_uri: str,
+        on_event: Callable[[Link[ServerConnection], Event], None],
+        *,
+        host: str | None = "127.0.0.1",
+        port: int = 0,
+        limits: WireLimits | None = None,
+        max_connections: int = 4096,
+    ) -> Listener:
+        """Serve the role at `base_uri`: `on_event` is told what happens on any of its connections.
+
+        Connections beyond `max_connections` are closed at once.
+        """
+
+        async def serve(stream: trio.abc.Stream) -> None:
+            if len(listener.links) >= max_connections:
+                await trio.aclose_forcefully(stream)
+                return
+            connection = secure_server(
+                credentials, base_uri, self.now_ms(), limits=limits, scratch=self.scratch
+            )
+            await Link(self, connection, on_event, stream, listener.links).run()
+
+        listener = Listener(serve, await trio.open_tcp_listeners(port, host=host, backlog=_BACKLOG))
+        self.nursery.start_soon(listener.run, self.nursery)
+        self._parts.append(listener)
+        return listener
+
+    def service(
+        self,
+        credentials: Credentials,
+        base_uri: str,
+        *,
+        limits: WireLimits | None = None,
+        pool_limits: PoolLimits | None = None,
+        connect: Callable[[], Awaitable[trio.abc.Stream]] | None = None,
+    ) -> Pool:
+        """Return the role at `base_uri` as something to call. Connections are opened as calls need them.
+
+        `connect` opens them where they are not to go to the host and port of the base URI.
+        """
+        pool = Pool(credentials, base_uri, random.random, limits=pool_limits, wire_limits=limits)
+        self._parts.append(_Dialer(self, pool, connect))
+        return pool
+
+    async def close(self) -> None:
+        """Close everything in order, and what does not end by itself at once."""
+        try:
+            for part in self._parts:
+                part.shutdown()
+            while any(part.links for part in self._parts):
+                self._quiet = trio.Event()
+                await self._quiet.wait()
+        finally:
+            for part in self._parts:
+                part.abort()
+            self._parts.clear()
+
+
+@asynccontextmanager
+async def open_network() -> AsyncIterator[Network]:
+    """Open a network for listeners and services; what is open when the block ends is closed in order."""
+    async with trio.open_nursery() as nursery:
+        network = Network(nursery)
+        yield network
+        await network.close()
+        nursery.cancel_scope.cancel()
+
+
+class Listener:
+    """A role that is being served; `serve` does so on one stream."""
+
+    def __init__(
+        self, serve: Callable[[trio.abc.Stream], Awaitable[None]], listeners: list[trio.SocketListener]
+    ) -> None:
+        self.links: set[Link[ServerConnection]] = set()
+        self.serve = serve
+        self.port = int(listeners[0].socket.getsockname()[1])
+        """The port it listens on."""
+        self._listeners = listeners
+        self._accepting = trio.CancelScope()
+
+    async def run(self, nursery: trio.Nursery) -> None:
+        """Accept connections."""
+        with self._accepting:
+            await trio.serve_listeners(self.serve, self._listeners, handler_nursery=nursery)
+
+    def shutdown(self) -> None:
+        """Accept no more connections, and close those there are in order."""
+        self._accepting.cancel()
+        for link in tuple(self.links):
+            link.shutdown()
+
+    def abort(self) -> None:
+        """Close everything at once."""
+        self._accepting.cancel()
+        for link in tuple(self.links):
+            link.abort()
+
+
+class _Dialer:
+    """Opens the connections that a pool wants."""
+
+    def __init__(
+        self, network: Network, pool: Pool, connect: Callable[[], Awaitable[trio.abc.Stream]] | None
+    ) -> None:
+        self.links: set[Link[ClientConnection]] = set()
+        self._network = network
+        self._pool = pool
+        self._connect = connect or self._connect_to_host
+        self._waits = trio.CancelScope()
+        self._dials = trio.CancelScope()
+        """That of the one attempt that is made at a time."""
+        pool.wake = self._look
+
+    def shutdown(self) -> None:
+        """Fail the calls that wait, and close the connections in order."""
+        self._pool.close("this service is not called any more")
+        for link in tuple(self.links):
+            link.shutdown()
+
+    def abort(self) -> None:
+        """Close everything at once."""
+        self._pool.close("this service is not called any more")
+        self._dials.cancel()
+        self._waits.cancel()
+        for link in tuple(self.links):
+            link.abort()
+
+    def _receive(self, link: Link[ClientConnection], event: Event) -> None:
+        self._pool.receive(link, event, self._network.now_ms())
+
+    def _look(self) -> None:
+        """Open a connection where the pool wants one, now or at its deadline."""
+        network = self._network
+        if self._pool.wants_dial(network.now_ms()):
+            network.nursery.start_soon(self._dial)
+        self._waits.cancel()
+        if self._pool.next_deadline_ms() is not None:
+            self._waits = trio.CancelScope(deadline=_seconds(self._pool.next_deadline_ms()))
+            network.nursery.start_soon(self._look_later, self._waits)
+
+    async def _look_later(self, scope: trio.CancelScope) -> None:
+        with scope:
+            await trio.sleep_forever()
+        if scope is self._waits and trio.current_time() >= scope.deadline:
+            self._look()
+
+    async def _connect_to_host(self) -> trio.abc.Stream:
+        where = urlsplit(self._pool.base_uri)
+        return await trio.open_tcp_stream(where.hostname or "", where.port or 443)
+
+    async def _dial(self) -> None:
+        network, pool = self._network, self._pool
+        stream: trio.abc.Stream | None = None
+        with trio.CancelScope() as self._dials:
+            try:
+                with trio.fail_after(pool.wire_limits.handshake_ms / 1000):
+                    stream = await self._connect()
+            except (OSError, trio.TooSlowError, ValueError):
+                pool.dial_failed("the service cannot be reached", network.now_ms())
+        if stream is not None:
+            connection = pool.dial(network.now_ms(), network.scratch)
+            await Link(network, connection, self._receive, stream, self.links).run()
+
+
+def _seconds(due_ms: int | None) -> float:
+    return math.inf if due_ms is None else due_ms / 1000
