@@ -37,6 +37,7 @@ from kvsp_core.roles.engine import (
 )
 from kvsp_engines.llama import KVCache, Llama
 from kvsp_engines.sampling import check_sampler, draw
+from kvsp_engines.shards import Shards
 
 __all__ = ["Engine", "EngineThread", "JobResult", "LayerOctets", "NumpyEngine"]
 
@@ -97,7 +98,7 @@ class NumpyEngine:
         self._block_tokens = block_tokens
         self._sequences: dict[int, _Sequence] = {}
         self._imports: dict[int, KVCache] = {}
-        self._shards: dict[tuple[str, tuple[int, int]], KVCache] = {}
+        self._shards: dict[str, Shards] = {}
 
     # Commands
 
@@ -119,13 +120,15 @@ class NumpyEngine:
                 self._sequences.pop(sequence, None)
                 self._imports.pop(sequence, None)
             case LoadShard(map_id=map_id, tokens=tokens):
-                cache = self._model.new_cache(start=tokens[0])
-                self._import(cache, tokens[0], layers)
-                self._shards[map_id, tokens] = cache
+                self._shards.setdefault(map_id, Shards(self._model)).load(tokens, layers)
             case DropShard(map_id, tokens):
-                self._shards.pop((map_id, tokens), None)
-            case Attend():
-                raise LocalProtocolError("this engine does not attend over shards yet")
+                if (shards := self._shards.get(map_id)) and shards.drop(tokens):
+                    del self._shards[map_id]
+            case Attend(map_id=map_id, layer=layer, ranges=ranges, queries=queries):
+                shards = self._shards.get(map_id)
+                if shards is None:
+                    raise LocalProtocolError("the engine holds no shard of that map")
+                return shards.attend(layer, ranges, queries)
             case _:
                 assert_never(command)
         return ()
@@ -240,8 +243,8 @@ class NumpyEngine:
 class EngineThread:
     """Runs an engine in a thread of its own.
 
-    `deliver_events` and `deliver_job` are called from that thread and must hand over to the loop of the
-    role at once.
+    `deliver_events`, `deliver_job` and `broken` are called from that thread and must hand over to the loop
+    of the role at once. After `broken`, which brings what the engine raised, nothing more is done.
     """
 
     def __init__(
@@ -250,8 +253,10 @@ class EngineThread:
         *,
         deliver_events: Callable[[tuple[EngineEvent, ...]], None],
         deliver_job: Callable[[EngineCommand, JobResult | KVSPError], None],
+        broken: Callable[[Exception], None],
     ) -> None:
         self._engine = engine
+        self._broken = broken
         self._deliver_events = deliver_events
         self._deliver_job = deliver_job
         self._commands: SimpleQueue[tuple[EngineCommand, Sequence[LayerOctets]] | None] = SimpleQueue()
@@ -271,6 +276,12 @@ class EngineThread:
         self._thread.join()
 
     def _run(self) -> None:
+        try:
+            self._work()
+        except Exception as error:
+            self._broken(error)
+
+    def _work(self) -> None:
         while True:
             try:
                 item = self._commands.get(block=not self._engine.busy())

@@ -369,6 +369,10 @@ class Driver:
         for event in events:
             self._loop.call_soon_threadsafe(partial(self.handle, event))
 
+    def engine_broken(self, error: Exception) -> None:
+        """Take note that the engine cannot go on; called in any thread."""
+        self._loop.call_soon_threadsafe(partial(self._fail, error))
+
     def engine_job_over(
         self, command: EngineCommand, result: Sequence[LayerOctets] | bytes | KVSPError, block_tokens: int
     ) -> None:

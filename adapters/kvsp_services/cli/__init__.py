@@ -7,6 +7,7 @@ points of the group ``kvsp.commands``; each names a click command.
 
 from __future__ import annotations
 
+import os
 import sys
 
 __all__ = ["main"]
@@ -14,6 +15,10 @@ __all__ = ["main"]
 
 def main() -> None:
     """Run ``kvsp`` with the arguments of the process."""
+    if sys.argv[1:2] == ["serve"]:  # before anything imports numpy
+        from kvsp_services.engine_port import pinned_numerics
+
+        os.environ.update(pinned_numerics())
     try:
         from kvsp_services.cli.app import run
     except ModuleNotFoundError as error:

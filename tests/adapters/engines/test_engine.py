@@ -175,7 +175,10 @@ def test_a_thread_runs_commands_in_order_and_reports(engine: NumpyEngine) -> Non
     events: SimpleQueue[tuple[EngineEvent, ...]] = SimpleQueue()
     jobs: SimpleQueue[object] = SimpleQueue()
     thread = EngineThread(
-        engine, deliver_events=events.put, deliver_job=lambda command, result: jobs.put((command, result))
+        engine,
+        deliver_events=events.put,
+        deliver_job=lambda command, result: jobs.put((command, result)),
+        broken=jobs.put,
     )
     thread.start()
     start = StartSequence(sequence=1, tokens=PROMPT, cached_tokens=0, sampler=sampler(max_tokens=3))
@@ -189,6 +192,17 @@ def test_a_thread_runs_commands_in_order_and_reports(engine: NumpyEngine) -> Non
     command, result = jobs.get(timeout=30)  # type: ignore[misc]
     assert command == Proceed(77)
     assert isinstance(result, KVSPError)
+    thread.stop()
+
+
+def test_an_engine_that_raises_is_said_to_be_broken(engine: NumpyEngine) -> None:
+    broken: SimpleQueue[Exception] = SimpleQueue()
+    thread = EngineThread(
+        engine, deliver_events=lambda events: None, deliver_job=lambda *job: None, broken=broken.put
+    )
+    thread.start()
+    thread.submit("no command")  # type: ignore[arg-type]
+    assert isinstance(broken.get(timeout=30), AssertionError)
     thread.stop()
 
 
