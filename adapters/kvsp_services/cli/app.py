@@ -17,11 +17,17 @@ __all__ = ["COMMANDS", "ENTRY_POINTS", "kvsp", "run"]
 COMMANDS: Final = {
     "backup": "kvsp_services.cli.storage:backup",
     "compat": "kvsp_services.cli.values:compat",
+    "drain": "kvsp_services.cli.operator:drain",
+    "index": "kvsp_services.cli.operator:index",
     "inspect": "kvsp_services.cli.values:inspect",
     "keys": "kvsp_services.cli.values:keys",
+    "leases": "kvsp_services.cli.operator:leases",
     "pki": "kvsp_services.cli.pki:pki",
     "purge": "kvsp_services.cli.storage:purge",
     "scope": "kvsp_services.cli.values:scope",
+    "sessions": "kvsp_services.cli.operator:sessions",
+    "status": "kvsp_services.cli.operator:status",
+    "wake": "kvsp_services.cli.operator:wake",
     "serve": "kvsp_services.cli.serve:serve",
 }
 """The commands of this package. A module is imported when its command is asked for, so that ``kvsp``

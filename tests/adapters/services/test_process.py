@@ -19,8 +19,6 @@ import pytest
 from kvsp_core.identity import component_id
 from kvsp_services.pki import init_ca, issue
 
-pytest.importorskip("kvsp_trio")
-
 SCOPE = "6d1c6481cd428737da312c089db3832a"
 COMPAT = "c" * 64
 KEY = "b" * 64

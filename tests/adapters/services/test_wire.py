@@ -14,6 +14,8 @@ import attrs
 import pytest
 import trio
 
+import kvsp_asyncio
+import kvsp_trio
 from kvsp_core.container_header import ContainerHeader
 from kvsp_core.heads import Request, Response
 from kvsp_core.roles.role import (
@@ -183,12 +185,11 @@ class Party:
 
 
 def on_trio(party: Callable[[Party], Awaitable[None]], directory: Path) -> None:
-    open_network = pytest.importorskip("kvsp_trio").open_network
 
     async def main() -> None:
         workers = Workers()
         with trio.fail_after(60):
-            async with open_network() as network, trio.open_nursery() as nursery:
+            async with kvsp_trio.open_network() as network, trio.open_nursery() as nursery:
                 await party(Party(network, TrioLoop(nursery, workers), directory))
                 nursery.cancel_scope.cancel()
         workers.close()
@@ -197,11 +198,10 @@ def on_trio(party: Callable[[Party], Awaitable[None]], directory: Path) -> None:
 
 
 def on_asyncio(party: Callable[[Party], Awaitable[None]], directory: Path, run: Any = asyncio.run) -> None:
-    open_network = pytest.importorskip("kvsp_asyncio").open_network
 
     async def main() -> None:
         workers = Workers()
-        async with asyncio.timeout(60), open_network() as network:
+        async with asyncio.timeout(60), kvsp_asyncio.open_network() as network:
             await party(Party(network, AsyncioLoop(workers), directory))
         workers.close()
 

@@ -1,0 +1,68 @@
+"""What every command that asks a role has in common: certificates, and tables or JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import attrs
+import click
+
+from kvsp_core.bodies import encode
+from kvsp_h2 import Credentials
+
+__all__ = ["as_json_option", "show_json", "show_table", "with_credentials"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+def with_credentials(command: F) -> F:
+    """Give a command the options for its certificate; it gets them as `credentials`."""
+
+    def called(*, certificate: Path, key: Path | None, authorities: Path | None, **others: Any) -> Any:
+        beside = authorities or certificate.with_name("ca.pem")
+        return command(
+            credentials=Credentials(certificate, key or certificate.with_suffix(".key"), beside), **others
+        )
+
+    options = (
+        click.option("--certificate", type=_FILE, envvar="KVSP_CERTIFICATE", required=True, help="PEM file."),
+        click.option("--key", type=_FILE, envvar="KVSP_KEY", help="PEM file. Default: .key beside it."),
+        click.option(
+            "--authorities",
+            type=_FILE,
+            envvar="KVSP_AUTHORITIES",
+            help="PEM file. Default: ca.pem beside it.",
+        ),
+    )
+    for option in options:
+        called = option(called)
+    called.__name__, called.__doc__ = command.__name__, command.__doc__
+    return called  # type: ignore[return-value]
+
+
+as_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def show_json(message: object) -> None:
+    """Print a record or message as JSON, readable."""
+    document = json.loads(encode(message)) if attrs.has(type(message)) else message
+    click.echo(json.dumps(document, indent=2))
+
+
+def show_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print rows in columns that are as wide as they need; numbers to the right."""
+    lines = [[str(cell) for cell in row] for row in rows]
+    widths = [max([len(head), *(len(line[n]) for line in lines)]) for n, head in enumerate(heads)]
+    right = [bool(lines) and all(_is_number(line[n]) for line in lines) for n in range(len(heads))]
+    for line in (list(heads), *lines):
+        cells = [c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, widths, right, strict=True)]
+        click.echo("  ".join(cells).rstrip())
+
+
+def _is_number(text: str) -> bool:
+    return text.replace(".", "", 1).replace("-", "", 1).isdigit() or text == "-"
