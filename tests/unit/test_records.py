@@ -119,6 +119,7 @@ def test_a_missing_member_is_named(kind: type, document: dict[str, Any], member:
     assert str(caught.value) == f"{member}: is missing"
 
 
+@pytest.mark.requirement("RR-2", "RR-5", "RR-6")
 @pytest.mark.parametrize(
     ("kind", "document", "place", "value", "member"),
     [
@@ -180,6 +181,7 @@ def test_a_missing_member_is_named(kind: type, document: dict[str, Any], member:
         (SessionCheckpoint, CHECKPOINT, "prompt_tail/1", 2**32, "prompt_tail[1]"),
         (SessionCheckpoint, CHECKPOINT, "generated/2", True, "generated[2]"),
         (SessionCheckpoint, CHECKPOINT, "output_offset", 2, "output_offset"),
+        (SessionCheckpoint, CHECKPOINT, "output_offset", 4, "output_offset"),
         (SessionCheckpoint, CHECKPOINT, "generated", [1, 2, 3, 4], "output_offset"),
         (SessionCheckpoint, CHECKPOINT, "sampler/step", -1, "sampler.step"),
         (SessionCheckpoint, CHECKPOINT, "sampler/seed", 2**64, "sampler.seed"),
