@@ -9,12 +9,14 @@ from __future__ import annotations
 from typing import Final
 
 __all__ = [
+    "CALL_TIMEOUT_MS",
     "CHECKPOINT_RETRY_MS",
     "DIRECTIVE_KEPT_MS",
     "FAULT_WITHDRAWAL_MS",
     "LEASE_QUOTA_BYTES",
     "MAX_BASE_URI_CHARS",
     "MAX_CONCURRENT_LOADS",
+    "MAX_CONCURRENT_RESUMES",
     "MAX_CONTAINER_BYTES",
     "MAX_CONTAINER_LAYERS",
     "MAX_DESCRIPTORS",
@@ -39,12 +41,14 @@ __all__ = [
     "MAX_PARAMETERS_BYTES",
     "MAX_PENDING_BLOCKS",
     "MAX_PENDING_DIRECTIVES",
+    "MAX_PENDING_PLACEMENTS",
     "MAX_PLACED_MS",
     "MAX_PLACEMENT_MS",
     "MAX_QUARANTINED",
     "MAX_REPLICAS_PER_KEY",
     "MAX_REPLICA_TTL_MS",
     "MAX_RESUME_ATTEMPTS",
+    "MAX_SESSIONS",
     "MAX_SESSION_IDLE_MS",
     "MAX_SOURCES_PER_BLOCK",
     "MAX_STATUS_TTL_MS",
@@ -52,6 +56,7 @@ __all__ = [
     "MAX_UNCOVERED_TOKENS",
     "OUTPUT_SILENCE_MS",
     "OUTPUT_WINDOW_TOKENS",
+    "PLACEMENT_WAIT_MS",
     "PROMPT_WAIT_MS",
     "QUARANTINE_MS",
     "RESHARD_RETRY_MS",
@@ -208,6 +213,7 @@ QUARANTINE_MS: Final = 600_000
 
 MAX_QUARANTINED: Final = 65_536
 """Replicas refused as bad at a time; beyond it the oldest is forgotten."""
+
 MAX_LOOKUP_TARGETS: Final = 256
 """Instances one lookup may ask estimates for; more is 413."""
 
@@ -225,3 +231,17 @@ MAX_PLACEMENT_MS: Final = 30_000
 
 MAX_FRONT_END_RETRY_MS: Final = 2_000
 """Longest time a front end waits before it asks a controller again."""
+MAX_SESSIONS: Final = 100_000
+"""Sessions a controller knows at a time, ended ones that are kept included; one more is 503."""
+
+MAX_CONCURRENT_RESUMES: Final = 32
+"""Sessions that a controller fails over at a time; the others wait for their turn."""
+
+MAX_PENDING_PLACEMENTS: Final = 4096
+"""Requests that wait for an answer of the index or for an instance; one more is 503."""
+
+PLACEMENT_WAIT_MS: Final = 10_000
+"""How long a request waits for an instance that can take it; then it is 503."""
+
+CALL_TIMEOUT_MS: Final = 5_000
+"""How long a role waits for the answer to a call, where nothing else says."""

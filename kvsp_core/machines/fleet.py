@@ -292,6 +292,13 @@ class Fleet:
         member = self._members.get(instance)
         return member.status if member and member.kind in _ALIVE else None
 
+    def wanted_of(self, instance: str) -> str | None:
+        """Return the state an instance is to go over to, or None where it is as wanted."""
+        member = self._members.get(instance)
+        if member is None or member.kind not in _ALIVE or self._agrees(member):
+            return None
+        return MemberKind.DRAINING.value if member.wants_drain else MemberKind.ACTIVE.value
+
     def is_assignable(self, instance: str) -> bool:
         """Return whether new requests and directives may go to an instance (LC-2): it is active, and meant
         to be.

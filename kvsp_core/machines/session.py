@@ -103,7 +103,7 @@ class SessionRecord:
     session: str = attrs.field(repr=False)
     kind: SessionKind
     epoch: int
-    owner: Owner | None
+    owner: Owner | None = None
     client: str
     """Who opened it: the principal of the front end."""
     compat_id: str = attrs.field(repr=False)

@@ -41,12 +41,12 @@ def unpack_tokens(octets: bytes) -> tuple[int, ...]:
 class TokenLog:
     """Output tokens from index 0 on. Nothing that was appended ever changes."""
 
-    __slots__ = ("_hash", "_tokens")
+    __slots__ = ("_digest", "_digested", "_tokens")
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:
-        self._tokens = array("I")
-        self._hash = hashlib.sha256()
-        self.append(tokens)
+        self._tokens = array("I", tokens)
+        self._digest = bytes(hashlib.sha256().digest_size)
+        self._digested = 0
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -59,14 +59,15 @@ class TokenLog:
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of the packed tokens so far, in hex."""
-        return self._hash.hexdigest()
+        """A chain of SHA-256 over the tokens, in hex: each token with the digest before it."""
+        for token in self._tokens[self._digested :]:
+            self._digest = hashlib.sha256(self._digest + token.to_bytes(TOKEN_OCTETS, "big")).digest()
+        self._digested = len(self._tokens)
+        return self._digest.hex()
 
     def append(self, tokens: Sequence[int]) -> None:
         """Add tokens at the end."""
-        if tokens:
-            self._hash.update(pack_tokens(tokens))
-            self._tokens.extend(tokens)
+        self._tokens.extend(tokens)
 
     def tokens(self, start: int = 0, end: int | None = None) -> tuple[int, ...]:
         """Return the tokens from index `start` to before `end`."""

@@ -17,11 +17,15 @@ def test_tokens_are_packed_in_network_byte_order() -> None:
         unpack_tokens(b"\0\0\0\1\0")
 
 
-def test_the_digest_does_not_depend_on_how_tokens_came() -> None:
+def test_the_digest_does_not_depend_on_how_tokens_came_or_when_it_was_asked_for() -> None:
     log = TokenLog((1, 2))
+    first = log.digest
     log.append((3,))
     log.append(())
-    assert log.digest == hashlib.sha256(pack_tokens((1, 2, 3))).hexdigest()
+    chain = bytes(32)
+    for token in (1, 2, 3):
+        chain = hashlib.sha256(chain + pack_tokens((token,))).digest()
+    assert log.digest == chain.hex() == TokenLog((1, 2, 3)).digest != first
     assert (len(log), log[2]) == (3, 3)
     assert (log.tokens(), log.tokens(1), log.tokens(0, 1)) == ((1, 2, 3), (2, 3), (1,))
 

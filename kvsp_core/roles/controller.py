@@ -1,0 +1,684 @@
+"""The Placement Controller (role PC): it places requests, keeps sessions, and moves them when an instance
+fails.
+
+`Controller` composes the fleet of instances, the ledgers of sessions and placement. What it promises is
+durable first: every answer and call that reveals a state follows the `Persist` of that state, and after a
+restart the controller goes on from its store. Work that comes in floods, such as the sessions of a lost
+instance, is taken up a few at a time.
+
+Protocol sections "Instance Status and Lifecycle", "Placement Inputs", "Prefetch Directives" and "Session
+Checkpoints and Migration"; requirements ST-2, ST-4, LC-1, LC-2, LC-5, PL-1 to PL-3, CP-2, MG-1, MG-3.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, Final, assert_never
+from uuid import UUID
+
+import attrs
+
+from kvsp_core.answers import read_answer, read_outcome
+from kvsp_core.errors import KVSPError
+from kvsp_core.ext_messages import (
+    InstanceInfo,
+    InstanceListing,
+    PlacementRequest,
+    ScopedPrefix,
+    SessionListing,
+)
+from kvsp_core.identity import component_id
+from kvsp_core.limits import (
+    CALL_TIMEOUT_MS,
+    MAX_CONCURRENT_RESUMES,
+    MAX_PENDING_PLACEMENTS,
+    MAX_SESSIONS,
+    PLACEMENT_WAIT_MS,
+)
+from kvsp_core.machines import fleet as fleets
+from kvsp_core.machines import session as sessions
+from kvsp_core.machines.alarms import Alarms
+from kvsp_core.machines.fleet import Fleet
+from kvsp_core.machines.placement import Candidate, Placement
+from kvsp_core.machines.session import DEFAULT_TIMES, Owner, SessionLedger, SessionTimes
+from kvsp_core.messages import (
+    CheckpointRecorded,
+    PrefetchBlock,
+    PrefetchDirective,
+    ResumeRequest,
+    StateChange,
+    StatusAnswer,
+)
+from kvsp_core.problems import BAD_REQUEST, INVALID_STATE, NOT_FOUND, UNAVAILABLE, Problem
+from kvsp_core.records import InstanceStatus, SessionCheckpoint
+from kvsp_core.resources import (
+    ChangeInstanceState,
+    ChangeState,
+    DeleteSession,
+    GetSession,
+    ListInstances,
+    ListSessions,
+    Operation,
+    PlaceRequest,
+    PrefetchBlocks,
+    RecordCheckpoint,
+    ReportStatus,
+    ResumeSession,
+    RoleName,
+)
+from kvsp_core.roles.authorization import Policy, authorize
+from kvsp_core.roles.controller_placement import (
+    DescriptorCall,
+    Found,
+    LookupCall,
+    Match,
+    Placements,
+    PlacementSettings,
+    Subject,
+    placement_answer,
+)
+from kvsp_core.roles.controller_sessions import Sessions
+from kvsp_core.roles.controller_store import epoch_write, stored_epochs, stored_sessions
+from kvsp_core.roles.role import (
+    AnswerReceived,
+    BodyArrived,
+    BodyFailed,
+    CallFailed,
+    Effect,
+    Input,
+    Persist,
+    RequestEnded,
+    RequestReceived,
+    Stored,
+    TimerFired,
+)
+from kvsp_core.roles.serving import Asked, Desk, answer, done, refuse
+from kvsp_core.roles.work import Work
+
+__all__ = ["Controller", "ControllerSettings"]
+
+
+@attrs.frozen(kw_only=True)
+class ControllerSettings:
+    """What a deployment says about its controller.
+
+    `min_active` instances stay awake whatever they ask. With `open_by_checkpoint` a first checkpoint in
+    epoch 1 opens its session (decision W19). `prefetch` sends a directive to the chosen instance where
+    loading is cheaper than computing; it may take `prefetch_deadline_ms`, and what it loaded is kept for
+    `prefetch_lease_ms`.
+    """
+
+    placement: PlacementSettings
+    times: SessionTimes = DEFAULT_TIMES
+    max_sessions: int = MAX_SESSIONS
+    max_resumes: int = MAX_CONCURRENT_RESUMES
+    max_pending_placements: int = MAX_PENDING_PLACEMENTS
+    placement_wait_ms: int = PLACEMENT_WAIT_MS
+    min_active: int = 1
+    open_by_checkpoint: bool = False
+    prefetch: bool = True
+    prefetch_deadline_ms: int = 1000
+    prefetch_lease_ms: int = 5000
+    call_timeout_ms: int = CALL_TIMEOUT_MS
+
+
+# What calls and placements are for
+
+
+@attrs.frozen
+class _ForRequest:
+    request_id: int
+    client: str
+    deadline_ms: int
+
+
+@attrs.frozen
+class _ForSession:
+    session: str = attrs.field(repr=False)
+    epoch: int
+
+
+@attrs.frozen
+class _ResumeCall:
+    session: str = attrs.field(repr=False)
+    epoch: int
+
+
+@attrs.frozen
+class _StateCall:
+    instance: str
+
+
+@attrs.frozen
+class _PrefetchCall:
+    instance: str
+
+
+@attrs.frozen
+class _Waiting:
+    """A request that no instance could take when it came."""
+
+    purpose: _ForRequest
+    subject: Subject
+
+
+_NO_INSTANCE: Final = Problem(UNAVAILABLE, "no instance can take the request now; try again")
+_BUSY: Final = Problem(UNAVAILABLE, "the controller has more to place than it can; try again")
+_FULL: Final = Problem(UNAVAILABLE, "the controller keeps as many sessions as it can; try again later")
+_NO_SESSION: Final = Problem(NOT_FOUND, "no such session; it has ended or was never opened")
+_UNKNOWN_INSTANCE: Final = Problem(NOT_FOUND, "no such instance reports here")
+_NO_SUCH_STATE: Final = Problem(INVALID_STATE, "state: an instance can be asked to be active or draining")
+_RETRY_AFTER_S: Final = 1
+
+
+class Controller:
+    """The controller at one base URI.
+
+    `stored` is what its store holds, `random_bytes` gives octets for identifiers. `fleet` may be shared with
+    an index in the same process.
+    """
+
+    def __init__(
+        self,
+        *,
+        base_uri: str,
+        policy: Policy,
+        settings: ControllerSettings,
+        random_bytes: Callable[[int], bytes],
+        stored: Stored,
+        fleet: Fleet | None = None,
+    ) -> None:
+        self.base_uri = base_uri
+        self.policy = policy
+        self._settings = settings
+        self._random_bytes = random_bytes
+        self._stored: Stored | None = stored
+        self._work = Work()
+        self._fleet = fleet or Fleet()
+        self._sessions = Sessions(
+            self._work,
+            times=settings.times,
+            max_sessions=settings.max_sessions,
+            max_resumes=settings.max_resumes,
+        )
+        self._placements = Placements(self._work, self._fleet, settings.placement, policy.trusted)
+        self._desk = Desk([RoleName.CONTROLLER], self._allow)
+        self._instances: dict[str, str] = {}  # identifier in paths -> base URI
+        self._placed_at_ms: dict[str, int] = {}
+        # Requests that no instance could take, by the number of the request; when each is given up.
+        self._waiting: dict[int, _Waiting] = {}
+        self._alarms = Alarms()
+        self._again: deque[int] = deque()  # those of them to be tried again
+        self._instances_changed = False
+
+    # The role
+
+    def start(self, now_ms: int) -> tuple[Effect, ...]:
+        """Go on from what was stored."""
+        stored, self._stored = self._stored or {}, None
+        epochs = stored_epochs(stored)
+        for instance, epoch in epochs.items():
+            self._instances[component_id(instance)] = instance
+            self._fleet.handle(fleets.RestoreInstance(instance, epoch), now_ms)
+        for session in stored_sessions(stored):
+            effects = self._sessions.restore(session, now_ms)
+            self._follow(session.record.session, effects)
+        for owner in self._sessions.owners():
+            # A later incarnation was seen, but the crash came before its sessions were moved.
+            if epochs.get(owner.instance, owner.incarnation) != owner.incarnation:
+                self._lose(owner, now_ms)
+        return self._end(now_ms)
+
+    def next_deadline_ms(self) -> int | None:
+        """Return when the controller next wants `TimerFired`, or None. It may be early."""
+        deadlines = (
+            self._fleet.next_deadline_ms(),
+            self._sessions.next_deadline_ms(),
+            self._alarms.next_ms(),
+        )
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+
+    def handle(self, item: Input, now_ms: int) -> tuple[Effect, ...]:
+        """Take one input in; return what is to be done."""
+        match item:
+            case RequestReceived() | BodyArrived() | BodyFailed() | RequestEnded():
+                if isinstance(item, RequestEnded):
+                    self._waiting.pop(item.request_id, None)
+                    self._alarms.set(str(item.request_id), None)
+                asked, effects = self._desk.take(item)
+                self._work.emit(*effects)
+                if asked is not None:
+                    self._serve(asked, now_ms)
+            case AnswerReceived() | CallFailed():
+                purpose = self._work.calls.pop(item.call_id, None)
+                if purpose is not None:
+                    self._called(purpose, item, now_ms)
+            case TimerFired():
+                self._tick(now_ms)
+            case _:
+                pass  # a controller has no blocks, no jobs and no engine
+        return self._end(now_ms)
+
+    def _end(self, now_ms: int) -> tuple[Effect, ...]:
+        """Take up what waits, now that something may have changed, and return all effects."""
+        if self._instances_changed:
+            self._instances_changed = False
+            self._sessions.retry_waiting()
+            self._again = deque(self._waiting)
+        while self._again and len(self._placements) < self._settings.max_resumes:
+            waiting = self._waiting.pop(self._again.popleft(), None)
+            if waiting is not None:
+                self._place(waiting.purpose, waiting.subject, now_ms)
+        while (ledger := self._sessions.next_orphan()) is not None:
+            self._move(ledger, now_ms)
+        return self._work.take()
+
+    def _tick(self, now_ms: int) -> None:
+        self._fleet_effects(self._fleet.handle(fleets.TimerFired(), now_ms), None, now_ms)
+        for ledger, effects in self._sessions.fire(now_ms):
+            self._follow(ledger.record.session, effects)
+        for key in self._alarms.take_due(now_ms):
+            if self._waiting.pop(int(key), None) is not None:
+                self._work.emit(refuse(int(key), _NO_INSTANCE, retry_after_s=_RETRY_AFTER_S))
+
+    def _allow(self, client: str, operation: Operation) -> Problem | None:
+        return authorize(self.policy, client, operation)
+
+    def _serve(self, asked: Asked, now_ms: int) -> None:
+        match asked.operation:
+            case ReportStatus():
+                self._status(asked, now_ms)
+            case RecordCheckpoint():
+                self._checkpoint(asked, now_ms)
+            case PlaceRequest():
+                self._place_request(asked, now_ms)
+            case GetSession() | DeleteSession():
+                self._session(asked, now_ms)
+            case ListInstances():
+                infos = tuple(map(self._instance_info, self._fleet.instances()))
+                self._work.emit(answer(asked.request_id, InstanceListing(instances=infos)))
+            case ListSessions():
+                listing = SessionListing(sessions=tuple(map(Sessions.info, self._sessions)))
+                self._work.emit(answer(asked.request_id, listing))
+            case ChangeInstanceState():
+                self._change_state(asked, now_ms)
+            case _:
+                raise AssertionError("the router gives a controller its own resources only")
+
+    def _called(self, purpose: Any, item: AnswerReceived | CallFailed, now_ms: int) -> None:
+        match purpose:
+            case LookupCall() | DescriptorCall():
+                found = self._placements.handle(purpose, item)
+                if found is not None:
+                    self._found(found, now_ms)
+            case _ResumeCall(session, epoch):
+                self._resume_answered(session, epoch, item, now_ms)
+            case _StateCall(instance):
+                self._state_answered(instance, item, now_ms)
+            case _PrefetchCall():
+                good = isinstance(item, AnswerReceived) and item.response.is_success
+                self._work.observe("kvsp_prefetch_directives", outcome="accepted" if good else "refused")
+            case _:
+                raise AssertionError("no other calls are made")
+
+    # Instances
+
+    def _status(self, asked: Asked, now_ms: int) -> None:
+        status, operation = asked.body, asked.operation
+        assert isinstance(status, InstanceStatus)
+        assert isinstance(operation, ReportStatus)
+        if component_id(status.instance) != operation.instance_id:
+            problem = Problem(BAD_REQUEST, "instance: is not the instance of the path")
+            self._work.emit(refuse(asked.request_id, problem))
+            return
+        self._instances.setdefault(operation.instance_id, status.instance)
+        event = fleets.ReceiveStatus(status, accept_sleep=self._may_sleep(status))
+        self._fleet_effects(self._fleet.handle(event, now_ms), asked.request_id, now_ms)
+
+    def _may_sleep(self, status: InstanceStatus) -> bool:
+        if status.requested_state is None:
+            return False
+        awake = sum(other.instance != status.instance for other in self._fleet.assignable())
+        return awake >= self._settings.min_active
+
+    def _fleet_effects(self, effects: Iterable[fleets.Effect], request_id: int | None, now_ms: int) -> None:
+        """Do what the fleet wants; its answer goes to this request."""
+        for effect in effects:
+            match effect:
+                case fleets.PersistEpoch(instance, epoch):
+                    self._work.emit(Persist((epoch_write(instance, epoch),)))
+                case fleets.AnswerStatus(state):
+                    if request_id is not None:
+                        self._work.emit(answer(request_id, StatusAnswer(state=state)))
+                case fleets.Refused(problem):
+                    if request_id is not None:
+                        self._work.emit(refuse(request_id, problem))
+                case fleets.InstanceFailed(instance, epoch):
+                    self._work.observe("kvsp_instances_failed")
+                    self._lose(Owner(instance, epoch), now_ms)
+                case fleets.InstanceJoined() | fleets.StateReported():
+                    self._instances_changed = True
+                case fleets.RequestState(instance, state):
+                    self._work.call(
+                        instance,
+                        ChangeState(),
+                        StateChange(state=state),
+                        purpose=_StateCall(instance),
+                        timeout_ms=self._settings.call_timeout_ms,
+                    )
+                case _:
+                    assert_never(effect)
+
+    def _state_answered(self, instance: str, item: AnswerReceived | CallFailed, now_ms: int) -> None:
+        state, refused = None, False
+        if isinstance(item, AnswerReceived):
+            try:
+                read = read_answer(StatusAnswer, item.response, item.body)
+            except KVSPError:
+                read = None
+            if isinstance(read, StatusAnswer):
+                state = read.state
+            elif isinstance(read, Problem):
+                refused = read.type == INVALID_STATE
+        event = fleets.EndStateRequest(instance, state, refused=refused)
+        self._fleet_effects(self._fleet.handle(event, now_ms), None, now_ms)
+
+    def _change_state(self, asked: Asked, now_ms: int) -> None:
+        operation, body = asked.operation, asked.body
+        assert isinstance(operation, ChangeInstanceState)
+        assert isinstance(body, StateChange)
+        instance = self._instances.get(operation.instance_id)
+        if instance is None:
+            self._work.emit(refuse(asked.request_id, _UNKNOWN_INSTANCE))
+            return
+        match body.state:
+            case "active":
+                event: fleets.Event = fleets.WakeInstance(instance)
+            case "draining" | "sleeping":
+                event = fleets.DrainInstance(instance)
+            case _:
+                self._work.emit(refuse(asked.request_id, _NO_SUCH_STATE))
+                return
+        effects = self._fleet.handle(event, now_ms)
+        self._fleet_effects(effects, asked.request_id, now_ms)
+        if not any(isinstance(effect, fleets.Refused) for effect in effects):
+            state = self._fleet.wanted_of(instance) or self._fleet.kind_of(instance).value
+            self._work.emit(answer(asked.request_id, StatusAnswer(state=state)))
+        self._instances_changed = True
+
+    def _instance_info(self, instance: str) -> InstanceInfo:
+        epoch = self._fleet.epoch_of(instance) or 0
+        return InstanceInfo(
+            instance=instance,
+            state=self._fleet.kind_of(instance).value,
+            wanted_state=self._fleet.wanted_of(instance),
+            epoch=epoch,
+            sessions=self._sessions.owned_by(Owner(instance, epoch)),
+            status=self._fleet.status_of(instance),
+        )
+
+    # Placement
+
+    def _place_request(self, asked: Asked, now_ms: int) -> None:
+        request = asked.body
+        assert isinstance(request, PlacementRequest)
+        for prefix in request.prefixes:
+            problem = authorize(self.policy, asked.client, asked.operation, scope_id=prefix.scope_id)
+            if problem is not None:
+                self._work.emit(refuse(asked.request_id, problem))
+                return
+        if len(self._placements) + len(self._waiting) >= self._settings.max_pending_placements:
+            self._work.emit(refuse(asked.request_id, _BUSY, retry_after_s=_RETRY_AFTER_S))
+            return
+        purpose = _ForRequest(asked.request_id, asked.client, now_ms + self._settings.placement_wait_ms)
+        subject = Subject(
+            compat_id=request.compat_id,
+            prefixes=request.prefixes,
+            token_count=request.token_count,
+            deterministic=request.deterministic,
+        )
+        self._place(purpose, subject, now_ms)
+
+    def _place(self, purpose: _ForRequest | _ForSession, subject: Subject, now_ms: int) -> None:
+        found = self._placements.begin(subject, purpose)
+        if found is not None:
+            self._found(found, now_ms)
+
+    def _found(self, found: Found, now_ms: int) -> None:
+        """Choose an instance, now that everything that can be known is."""
+        placement = self._placements.choose(found.subject, found.match, now_ms)
+        match found.purpose:
+            case _ForRequest():
+                self._place_found(found.purpose, found, placement, now_ms)
+            case _ForSession(session, epoch):
+                self._move_found(session, epoch, placement, now_ms)
+
+    def _place_found(self, purpose: _ForRequest, found: Found, placement: Placement, now_ms: int) -> None:
+        chosen = placement.chosen
+        if self._sessions.is_full:
+            self._work.emit(refuse(purpose.request_id, _FULL, retry_after_s=_RETRY_AFTER_S))
+            return
+        if chosen is None:
+            # PL-3: a deployment that watches for this starts an instance, which gets the request, and a
+            # directive to load its prefix, as soon as it reports.
+            self._work.observe("kvsp_instances_wanted")
+            self._waiting[purpose.request_id] = _Waiting(purpose, found.subject)
+            self._alarms.set(str(purpose.request_id), purpose.deadline_ms)
+            self._wake_one(found.subject, now_ms)
+            return
+        epoch = self._fleet.epoch_of(chosen.instance)
+        assert epoch is not None
+        ledger = self._open(purpose.client, found.subject, Owner(chosen.instance, epoch), now_ms)
+        reference = self._random_bytes(16).hex()
+        self._work.emit(
+            answer(purpose.request_id, placement_answer(ledger.record, reference, placement), 201)
+        )
+        self._work.observe("kvsp_fetched_tokens", chosen.fetched_tokens)
+        self._work.observe("kvsp_recomputed_tokens", chosen.recomputed_tokens)
+        if self._settings.prefetch and chosen.fetched_tokens:
+            self._prefetch(chosen, reference, found.subject.compat_id, found.match)
+
+    def _open(self, client: str, subject: Subject, owner: Owner, now_ms: int) -> SessionLedger:
+        session = str(UUID(bytes=self._random_bytes(16), version=4))
+        ledger = self._sessions.open(
+            session=session,
+            client=client,
+            compat_id=subject.compat_id,
+            scope_id=subject.prefixes[0].scope_id,
+            deterministic=subject.deterministic,
+        )
+        self._follow(session, self._sessions.apply(ledger, sessions.Open(owner), now_ms))
+        self._placed_at_ms[session] = now_ms
+        return ledger
+
+    def _wake_one(self, subject: Subject, now_ms: int) -> None:
+        """Wake a sleeping instance that could serve this, where there is one and none is being woken."""
+        sleeping = []
+        for instance in self._fleet.instances():
+            status = self._fleet.status_of(instance)
+            if status is None or (status.compat_ids and subject.compat_id not in status.compat_ids):
+                continue
+            if self._fleet.wanted_of(instance) == fleets.MemberKind.ACTIVE.value:
+                return
+            if self._fleet.kind_of(instance) is fleets.MemberKind.SLEEPING:
+                sleeping.append(instance)
+        if sleeping:
+            effects = self._fleet.handle(fleets.WakeInstance(min(sleeping)), now_ms)
+            self._fleet_effects(effects, None, now_ms)
+
+    def _prefetch(self, chosen: Candidate, reference: str, compat_id: str, match: Match) -> None:
+        """Have the chosen instance load the leading blocks it does not hold (LC-2: it is active)."""
+        blocks = []
+        for key, replicas in zip(match.prefix.block_keys, match.replicas, strict=False):
+            holders = tuple(dict.fromkeys(record.holder for record in replicas))
+            if chosen.instance not in holders:
+                blocks.append(PrefetchBlock(block_key=key, sources=holders))
+        if not blocks:
+            return
+        directive = PrefetchDirective(
+            directive=str(UUID(bytes=self._random_bytes(16), version=4)),
+            request_ref=reference,
+            scope_id=match.prefix.scope_id,
+            compat_id=compat_id,
+            blocks=tuple(blocks),
+            layer_order="ascending",
+            deadline_ms=self._settings.prefetch_deadline_ms,
+            lease_ms=self._settings.prefetch_lease_ms,
+        )
+        self._work.call(
+            chosen.instance,
+            PrefetchBlocks(),
+            directive,
+            purpose=_PrefetchCall(chosen.instance),
+            timeout_ms=self._settings.call_timeout_ms,
+        )
+
+    # Sessions
+
+    def _checkpoint(self, asked: Asked, now_ms: int) -> None:
+        checkpoint, operation = asked.body, asked.operation
+        assert isinstance(checkpoint, SessionCheckpoint)
+        assert isinstance(operation, RecordCheckpoint)
+        if checkpoint.session != operation.session:
+            problem: Problem | None = Problem(BAD_REQUEST, "session: is not the session of the path")
+        else:
+            scope_id = checkpoint.scope_id
+            problem = authorize(self.policy, asked.client, operation, scope_id=scope_id)
+        if problem is not None:
+            self._work.emit(refuse(asked.request_id, problem))
+            return
+        ledger = self._sessions.get(operation.session) or self._opened_by(asked.client, checkpoint, now_ms)
+        if ledger is None:
+            self._work.emit(refuse(asked.request_id, _NO_SESSION))
+            return
+        event = sessions.CheckpointReceived(asked.client, checkpoint)
+        effects = self._sessions.apply(ledger, event, now_ms)
+        self._follow(operation.session, effects, asked.request_id)
+
+    def _opened_by(self, client: str, checkpoint: SessionCheckpoint, now_ms: int) -> SessionLedger | None:
+        """Open a session by its first checkpoint, where the deployment allows that (decision W19)."""
+        incarnation = self._fleet.epoch_of(client)
+        allowed = self._settings.open_by_checkpoint and checkpoint.epoch == 1 and not self._sessions.is_full
+        if not allowed or incarnation is None or not self._fleet.is_assignable(client):
+            return None
+        ledger = self._sessions.open(
+            session=checkpoint.session,
+            client=client,
+            compat_id=checkpoint.compat_id,
+            scope_id=checkpoint.scope_id,
+            deterministic=checkpoint.sampler.deterministic,
+        )
+        opened = sessions.Open(Owner(client, incarnation))
+        self._follow(checkpoint.session, self._sessions.apply(ledger, opened, now_ms))
+        return ledger
+
+    def _session(self, asked: Asked, now_ms: int) -> None:
+        operation = asked.operation
+        assert isinstance(operation, GetSession | DeleteSession)
+        ledger = self._sessions.get(operation.session)
+        if ledger is None:
+            self._work.emit(refuse(asked.request_id, _NO_SESSION))
+            return
+        scope_id = ledger.record.scope_id
+        if authorize(self.policy, asked.client, operation, scope_id=scope_id) is not None:
+            self._work.emit(refuse(asked.request_id, _NO_SESSION))  # as if there were none
+            return
+        if isinstance(operation, GetSession):
+            self._work.emit(answer(asked.request_id, Sessions.info(ledger)))
+            return
+        self._measure(ledger, now_ms)
+        self._follow(operation.session, self._sessions.apply(ledger, sessions.Close(), now_ms))
+        self._work.emit(done(asked.request_id))
+
+    def _measure(self, ledger: SessionLedger, now_ms: int) -> None:
+        """Take the time the session took into the mean of its instance, where it stayed there."""
+        placed_ms = self._placed_at_ms.pop(ledger.record.session, None)
+        if placed_ms is not None and ledger.owner is not None and ledger.record.epoch == 1:
+            self._placements.served(ledger.owner.instance, 1000 * (now_ms - placed_ms))
+
+    def _lose(self, owner: Owner, now_ms: int) -> None:
+        for ledger, effects in self._sessions.lose(owner, now_ms):
+            self._follow(ledger.record.session, effects)
+
+    def _follow(
+        self, session: str, effects: Iterable[sessions.Effect], request_id: int | None = None
+    ) -> None:
+        """Do what a session's ledger wants, persistence excepted; its answer goes to this request."""
+        for effect in effects:
+            match effect:
+                case sessions.Acknowledge(epoch, offset):
+                    assert request_id is not None
+                    recorded = CheckpointRecorded(epoch=epoch, output_offset=offset)
+                    self._work.emit(answer(request_id, recorded))
+                case sessions.Refused(problem):
+                    if request_id is not None:
+                        self._work.emit(refuse(request_id, problem))
+                case sessions.SendResume(instance, epoch):
+                    self._send_resume(session, instance, epoch)
+                case sessions.Resumed():
+                    self._work.observe("kvsp_migrations", outcome="resumed")
+                case sessions.Failed():
+                    self._work.observe("kvsp_migrations", outcome="failed")
+                    self._placed_at_ms.pop(session, None)
+                case sessions.Forget():
+                    self._placed_at_ms.pop(session, None)
+                case (
+                    sessions.PersistSession()
+                    | sessions.PersistPrompt()
+                    | sessions.AppendOutput()
+                    | sessions.NeedTarget()
+                ):
+                    pass  # `Sessions` has seen to it
+                case _:
+                    assert_never(effect)
+
+    def _move(self, ledger: SessionLedger, now_ms: int) -> None:
+        """Find an instance for a session that has lost its own."""
+        record = ledger.record
+        lost = record.tried[-1] if record.tried else None
+        subject = Subject(
+            compat_id=record.compat_id,
+            prefixes=(ScopedPrefix(scope_id=record.scope_id, block_keys=ledger.prompt_blocks),),
+            tail_tokens=ledger.tokens_to_place,
+            deterministic=record.deterministic,
+            alike=lost if record.deterministic else None,
+            avoid=frozenset(record.tried),
+        )
+        self._place(_ForSession(record.session, record.epoch), subject, now_ms)
+
+    def _move_found(self, session: str, epoch: int, placement: Placement, now_ms: int) -> None:
+        ledger = self._sessions.get(session)
+        orphaned = sessions.SessionKind.ORPHANED
+        if ledger is None or ledger.kind is not orphaned or ledger.record.epoch != epoch:
+            return
+        if placement.chosen is None:
+            self._work.observe("kvsp_instances_wanted")
+            self._sessions.wait(ledger)
+            return
+        instance = placement.chosen.instance
+        incarnation = self._fleet.epoch_of(instance)
+        assert incarnation is not None
+        event = sessions.TargetChosen(Owner(instance, incarnation))
+        self._follow(session, self._sessions.apply(ledger, event, now_ms))
+
+    def _send_resume(self, session: str, instance: str, epoch: int) -> None:
+        ledger = self._sessions.get(session)
+        checkpoint = ledger.checkpoint() if ledger else None
+        assert checkpoint is not None
+        self._work.call(
+            instance,
+            ResumeSession(session),
+            ResumeRequest(epoch=epoch, checkpoint=checkpoint),
+            purpose=_ResumeCall(session, epoch),
+            timeout_ms=self._settings.call_timeout_ms,
+        )
+
+    def _resume_answered(
+        self, session: str, epoch: int, item: AnswerReceived | CallFailed, now_ms: int
+    ) -> None:
+        accepted = isinstance(item, AnswerReceived) and read_outcome(item.response, item.body) is None
+        ledger = self._sessions.get(session)
+        if ledger is None or accepted:
+            return  # it confirms by its first checkpoint, or its time runs out
+        self._follow(session, self._sessions.apply(ledger, sessions.ResumeFailed(epoch), now_ms))

@@ -1,0 +1,348 @@
+"""Where a controller sends a request or a session that has lost its instance: looked up, compared, chosen.
+
+A placement asks the index for the replicas of the prompt's blocks, in each scope the request names, and for
+the descriptor of its model where that is not known. What has come is compared by the estimates of
+`kvsp_core.machines.placement` (PL-1, PL-2; decisions W13, W24, W25). An index that cannot be reached makes a
+placement worse, never impossible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, Final, TypeAlias, assert_never
+
+import attrs
+
+from kvsp_core.answers import read_answer
+from kvsp_core.errors import KVSPError
+from kvsp_core.ext_messages import CandidateCost, MissedBlocks, PlacementAnswer, ScopedPrefix
+from kvsp_core.identity import CompatibilityDescriptor
+from kvsp_core.limits import CALL_TIMEOUT_MS, MAX_LOOKUP_KEYS
+from kvsp_core.machines.fleet import Fleet
+from kvsp_core.machines.placement import (
+    Candidate,
+    Known,
+    LowestCost,
+    Placement,
+    Policy,
+    Prompt,
+    explain_misses,
+    mean_service_us,
+    place,
+)
+from kvsp_core.machines.session import SessionRecord
+from kvsp_core.messages import LookupAnswer, LookupRequest
+from kvsp_core.problems import Problem
+from kvsp_core.records import InstanceStatus, ReplicaRecord
+from kvsp_core.resources import GetDescriptor, Lookup
+from kvsp_core.roles.role import AnswerReceived, CallFailed
+from kvsp_core.roles.work import Work
+
+__all__ = ["Match", "PlacementSettings", "Placements", "Subject", "placement_answer"]
+
+_NO_NAMES: Final[Mapping[str, str]] = MappingProxyType({})
+_NO_DESCRIPTORS: Final[Mapping[str, CompatibilityDescriptor]] = MappingProxyType({})
+
+
+@attrs.frozen(kw_only=True)
+class PlacementSettings:
+    """What a deployment says about placement.
+
+    `classes` names for an instance the class within which all results are bit-identical (CP-6); an instance
+    that has none is alone in its class, and no session is placed as deterministic on it.
+    """
+
+    index_uris: tuple[str, ...]
+    policy: Policy = attrs.field(factory=LowestCost)
+    classes: Mapping[str, str] = _NO_NAMES
+    descriptors: Mapping[str, CompatibilityDescriptor] = _NO_DESCRIPTORS
+    default_service_us: int = 1_000_000
+    call_timeout_ms: int = CALL_TIMEOUT_MS
+    max_lookup_keys: int = MAX_LOOKUP_KEYS
+
+
+@attrs.frozen(kw_only=True)
+class Subject:
+    """What is to be placed.
+
+    `prefixes` are the block keys of the prompt in each scope, the scope of the session first. A request says
+    how many tokens it has; of a session that moves the `tail_tokens` are known, those that follow the blocks
+    of its prompt. `alike` is an instance whose class the chosen one must have; `avoid` are instances to be
+    taken last.
+    """
+
+    compat_id: str = attrs.field(repr=False)
+    prefixes: tuple[ScopedPrefix, ...]
+    token_count: int = 0
+    tail_tokens: int = 0
+    deterministic: bool = False
+    alike: str | None = None
+    avoid: frozenset[str] = frozenset()
+
+
+@attrs.frozen(kw_only=True)
+class Match:
+    """The prefix whose leading blocks are known best: its replicas, in the order of the blocks."""
+
+    prefix: ScopedPrefix
+    replicas: tuple[tuple[ReplicaRecord, ...], ...] = attrs.field(repr=False)
+
+
+@attrs.frozen
+class LookupCall:
+    """Asks an index for the replicas of a prefix."""
+
+    gather: int
+    prefix: int
+    index: int
+
+
+@attrs.frozen
+class DescriptorCall:
+    """Asks an index for the descriptor of a model."""
+
+    gather: int
+    compat_id: str = attrs.field(repr=False)
+
+
+PlacementCall: TypeAlias = LookupCall | DescriptorCall
+
+
+@attrs.frozen(kw_only=True)
+class Found:
+    """All that could be found out for a subject."""
+
+    purpose: Any
+    subject: Subject
+    match: Match
+
+
+@attrs.define(eq=False)
+class _Gather:
+    """A placement whose answers have not all come."""
+
+    purpose: Any
+    subject: Subject
+    open_calls: int = 0
+    replicas: list[list[tuple[ReplicaRecord, ...]]] = attrs.Factory(list)
+
+
+class Placements:
+    """Looks up what is needed for each placement.
+
+    `trusted` says which replicas count (SE-2). Calls are made through `work`; their ends come back to
+    `handle`. When all of a placement have come, it is `Found`.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        fleet: Fleet,
+        settings: PlacementSettings,
+        trusted: Callable[[Iterable[ReplicaRecord]], tuple[ReplicaRecord, ...]],
+    ) -> None:
+        self._work = work
+        self._fleet = fleet
+        self._settings = settings
+        self._trusted = trusted
+        self._descriptors = dict(settings.descriptors)
+        self._service_us: dict[str, int] = {}
+        self._gathers: dict[int, _Gather] = {}
+        self._last = 0
+
+    def __len__(self) -> int:
+        return len(self._gathers)
+
+    # Looking up
+
+    def begin(self, subject: Subject, purpose: Any) -> Found | None:
+        """Find out what is known of a prompt; return it where nobody has to be asked."""
+        self._last += 1
+        number = self._last
+        gather = _Gather(purpose=purpose, subject=subject, replicas=[[] for _ in subject.prefixes])
+        self._gathers[number] = gather
+        for index, prefix in enumerate(subject.prefixes):
+            if prefix.block_keys and self._settings.index_uris:
+                self._look_up(number, index, 0)
+        if subject.compat_id not in self._descriptors and self._settings.index_uris:
+            gather.open_calls += 1
+            self._work.call(
+                self._settings.index_uris[0],
+                GetDescriptor(subject.compat_id),
+                purpose=DescriptorCall(number, subject.compat_id),
+                timeout_ms=self._settings.call_timeout_ms,
+            )
+        return self._finish(number)
+
+    def _look_up(self, number: int, prefix: int, index: int) -> None:
+        """Ask an index for the next keys of a prefix."""
+        gather = self._gathers[number]
+        keys = gather.subject.prefixes[prefix].block_keys
+        known = len(gather.replicas[prefix])
+        request = LookupRequest(
+            scope_id=gather.subject.prefixes[prefix].scope_id,
+            compat_id=gather.subject.compat_id,
+            block_keys=keys[known : known + self._settings.max_lookup_keys],
+        )
+        gather.open_calls += 1
+        self._work.call(
+            self._settings.index_uris[index],
+            Lookup(),
+            request,
+            purpose=LookupCall(number, prefix, index),
+            timeout_ms=self._settings.call_timeout_ms,
+        )
+
+    def handle(self, call: PlacementCall, item: AnswerReceived | CallFailed) -> Found | None:
+        """Take in the end of a call; return what was found where it was the last."""
+        match call:
+            case LookupCall():
+                self._looked_up(call, _read(item))
+            case DescriptorCall():
+                self._described(call.compat_id, item)
+            case _:
+                assert_never(call)
+        self._gathers[call.gather].open_calls -= 1
+        return self._finish(call.gather)
+
+    def _looked_up(self, call: LookupCall, answer: LookupAnswer | None) -> None:
+        gather = self._gathers[call.gather]
+        if answer is None:
+            if call.index + 1 < len(self._settings.index_uris):
+                self._look_up(call.gather, call.prefix, call.index + 1)
+            return
+        prefix = gather.subject.prefixes[call.prefix]
+        found = gather.replicas[call.prefix]
+        asked = prefix.block_keys[len(found) : len(found) + self._settings.max_lookup_keys]
+        for key, block in zip(asked, answer.blocks, strict=False):
+            replicas = self._trusted(r for r in block.replicas if _fits(r, gather.subject, prefix))
+            if block.block_key != key or not replicas:
+                return
+            found.append(replicas)
+        if answer.matched == len(asked) and len(found) < len(prefix.block_keys):
+            self._look_up(call.gather, call.prefix, call.index)
+
+    def _described(self, compat_id: str, item: AnswerReceived | CallFailed) -> None:
+        if isinstance(item, CallFailed) or not item.response.is_success:
+            return
+        try:
+            descriptor = CompatibilityDescriptor.from_json(item.body)
+        except KVSPError:
+            return
+        if descriptor.compat_id == compat_id:  # CD-6: computed, not believed
+            self._descriptors[compat_id] = descriptor
+
+    def _finish(self, number: int) -> Found | None:
+        gather = self._gathers[number]
+        if gather.open_calls:
+            return None
+        del self._gathers[number]
+        best = max(range(len(gather.replicas)), key=lambda index: (len(gather.replicas[index]), -index))
+        match = Match(prefix=gather.subject.prefixes[best], replicas=tuple(gather.replicas[best]))
+        return Found(purpose=gather.purpose, subject=gather.subject, match=match)
+
+    # Choosing
+
+    def choose(self, subject: Subject, match: Match, now_ms: int) -> Placement:
+        """Compare all instances that live and choose; explain every one and every miss (PL-2)."""
+        descriptor = self._descriptors.get(subject.compat_id)
+        keys = len(match.prefix.block_keys)
+        block_tokens = descriptor.block_tokens if descriptor else max(1, subject.token_count // max(1, keys))
+        prompt = Prompt(
+            tokens=max(subject.token_count, keys * block_tokens + subject.tail_tokens),
+            block_tokens=block_tokens,
+            layers=descriptor.layers if descriptor else None,
+            blocks=match.replicas,
+        )
+        known = [tuple(map(Known, replicas)) for replicas in match.replicas]
+        known += [()] * (keys - len(known))
+        misses = explain_misses(
+            known,
+            compat_id=subject.compat_id,
+            scope_id=match.prefix.scope_id,
+            layers=descriptor.layers if descriptor else None,
+        )
+        statuses = [
+            status
+            for instance in self._fleet.instances()
+            if (status := self._fleet.status_of(instance)) is not None
+        ]
+        names = [status.instance for status in statuses]
+        refused = {s.instance: why for s in statuses if (why := self._refusal(s, subject))}
+        if all(name in refused or name in subject.avoid for name in names):
+            avoided: Mapping[str, str] = _NO_NAMES  # nobody else is left: better one that has failed before
+        else:
+            avoided = dict.fromkeys(subject.avoid, "it has failed this session before")
+        return place(
+            prompt,
+            statuses,
+            mean_service_us=self._service_us,
+            default_service_us=self._settings.default_service_us,
+            policy=self._settings.policy,
+            warmth={name: self._fleet.warmth(name, now_ms) for name in names},
+            refused={**avoided, **refused},
+            misses=misses,
+        )
+
+    def _refusal(self, status: InstanceStatus, subject: Subject) -> str:
+        """Return why an instance may not take this, or an empty string."""
+        classes = self._settings.classes
+        if not self._fleet.is_assignable(status.instance):
+            return f"it is {status.state}, or asked to drain"
+        if status.compat_ids and subject.compat_id not in status.compat_ids:
+            return "it does not compute with this model"
+        if subject.alike is not None:
+            alike = classes.get(subject.alike, subject.alike)
+            if classes.get(status.instance, status.instance) != alike:
+                return "its results are not those of the instance that was lost"
+        elif subject.deterministic and status.instance not in classes:
+            return "no other instance is known to give the same results"
+        return ""
+
+    def served(self, instance: str, sample_us: int) -> None:
+        """Take note of how long an instance took for a request (decision W25)."""
+        mean_us = self._service_us.get(instance, self._settings.default_service_us)
+        self._service_us[instance] = mean_service_us(mean_us, sample_us)
+
+
+def _fits(record: ReplicaRecord, subject: Subject, prefix: ScopedPrefix) -> bool:
+    return record.compat_id == subject.compat_id and record.scope_id == prefix.scope_id
+
+
+def _read(item: AnswerReceived | CallFailed) -> LookupAnswer | None:
+    if isinstance(item, CallFailed):
+        return None
+    try:
+        answer = read_answer(LookupAnswer, item.response, item.body)
+    except KVSPError:
+        return None
+    return None if isinstance(answer, Problem) else answer
+
+
+def placement_answer(record: SessionRecord, reference: str, placement: Placement) -> PlacementAnswer:
+    """Return what a front end gets for its request: where it goes, and why."""
+    assert placement.chosen is not None
+    return PlacementAnswer(
+        session=record.session,
+        epoch=record.epoch,
+        instance=placement.chosen.instance,
+        request_ref=reference,
+        candidates=tuple(map(_candidate_cost, placement.candidates)),
+        misses=tuple(MissedBlocks(blocks=miss.blocks, reason=miss.reason.value) for miss in placement.misses),
+    )
+
+
+def _candidate_cost(candidate: Candidate) -> CandidateCost:
+    return CandidateCost(
+        instance=candidate.instance,
+        refused=candidate.refused or None,
+        cost_us=candidate.cost_us,
+        wait_us=candidate.wait_us,
+        fetch_us=candidate.fetch_us,
+        recompute_us=candidate.recompute_us,
+        resident_tokens=candidate.resident_tokens,
+        fetched_tokens=candidate.fetched_tokens,
+        recomputed_tokens=candidate.recomputed_tokens,
+        explanation=candidate.explanation,
+    )

@@ -1,0 +1,234 @@
+"""The sessions of a controller: their ledgers, who owns which, and which wait for another instance.
+
+When an instance is lost all its sessions are fenced at once, in one durable batch; finding each another
+instance goes through a queue with credits, so that a thousand sessions that fail over together are a
+thousand small steps and not one flood (decision W20).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from types import MappingProxyType
+from typing import Final
+
+from kvsp_core.ext_messages import SessionInfo
+from kvsp_core.limits import MAX_CONCURRENT_RESUMES, MAX_SESSIONS
+from kvsp_core.machines.alarms import Alarms
+from kvsp_core.machines.session import (
+    DEFAULT_TIMES,
+    Effect,
+    Event,
+    Failed,
+    Forget,
+    NeedTarget,
+    Owner,
+    OwnerLost,
+    SessionKind,
+    SessionLedger,
+    SessionTimes,
+    Timer,
+)
+from kvsp_core.roles.controller_store import StoredSession, session_writes
+from kvsp_core.roles.role import Persist, Write
+from kvsp_core.roles.work import Work
+
+__all__ = ["Sessions"]
+
+_IN_TRANSIT: Final = (SessionKind.ORPHANED, SessionKind.RESUMING)
+_STATES: Final = MappingProxyType({SessionKind.ORPHANED: SessionKind.RESUMING.value})
+
+
+class Sessions:
+    """All sessions of one controller.
+
+    `apply` lets something happen to one of them: what is to be durable goes to `work` at once, and the rest
+    of the effects come back, for the role to do. Sessions that need an instance are taken with
+    `next_orphan`; `wait` puts one back until instances have changed (`retry_waiting`).
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        *,
+        times: SessionTimes = DEFAULT_TIMES,
+        max_sessions: int = MAX_SESSIONS,
+        max_resumes: int = MAX_CONCURRENT_RESUMES,
+    ) -> None:
+        self._work = work
+        self._times = times
+        self._max_sessions = max_sessions
+        self._max_resumes = max_resumes
+        self._ledgers: dict[str, SessionLedger] = {}
+        self._owned: dict[Owner, dict[str, None]] = {}
+        self._alarms = Alarms()
+        # Sessions that need an instance: in line, under way (each holds a credit), and out of luck for now.
+        self._queue: deque[str] = deque()
+        self._moving: dict[str, None] = {}
+        self._waiting: dict[str, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._ledgers)
+
+    def __iter__(self) -> Iterator[SessionLedger]:
+        return iter(self._ledgers.values())
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no further session can be opened."""
+        return len(self._ledgers) >= self._max_sessions
+
+    def get(self, session: str) -> SessionLedger | None:
+        """Return the ledger of a session, or None."""
+        return self._ledgers.get(session)
+
+    def owned_by(self, owner: Owner) -> int:
+        """Return how many sessions an incarnation owns."""
+        return len(self._owned.get(owner, ()))
+
+    def owners(self) -> tuple[Owner, ...]:
+        """Return the incarnations that own sessions."""
+        return tuple(self._owned)
+
+    def next_deadline_ms(self) -> int | None:
+        """Return when `fire` is next due, or None. It may be early."""
+        return self._alarms.next_ms()
+
+    # Opening and restoring
+
+    def open(
+        self, *, session: str, client: str, compat_id: str, scope_id: str, deterministic: bool
+    ) -> SessionLedger:
+        """Enter a new session, for `Open` to be applied to."""
+        ledger = SessionLedger(
+            session=session,
+            client=client,
+            compat_id=compat_id,
+            scope_id=scope_id,
+            deterministic=deterministic,
+            times=self._times,
+        )
+        self._ledgers[session] = ledger
+        return ledger
+
+    def restore(self, stored: StoredSession, now_ms: int) -> tuple[Effect, ...]:
+        """Take in a session that was stored; return what the role is to do about it."""
+        ledger, effects = SessionLedger.restore(
+            stored.record, stored.prompt, stored.tokens, now_ms, times=self._times
+        )
+        session = stored.record.session
+        self._ledgers[session] = ledger
+        if ledger.kind is SessionKind.RESUMING:
+            self._moving[session] = None
+        return self._settle(ledger, None, effects)
+
+    # Events
+
+    def apply(self, ledger: SessionLedger, event: Event, now_ms: int) -> tuple[Effect, ...]:
+        """Let an event happen to a session; return what the role is to do, persistence excepted."""
+        before = ledger.owner
+        effects = ledger.handle(event, now_ms)
+        return self._settle(ledger, before, effects)
+
+    def fire(self, now_ms: int) -> list[tuple[SessionLedger, tuple[Effect, ...]]]:
+        """Let the deadlines that have come take effect."""
+        done = []
+        for session in self._alarms.take_due(now_ms):
+            ledger = self._ledgers.get(session)
+            if ledger is not None:
+                done.append((ledger, self.apply(ledger, Timer(), now_ms)))
+        return done
+
+    def lose(self, owner: Owner, now_ms: int) -> list[tuple[SessionLedger, tuple[Effect, ...]]]:
+        """Fence every session of an incarnation that is gone, in one durable batch."""
+        writes: list[Write] = []
+        done = []
+        for session in tuple(self._owned.get(owner, ())):
+            ledger = self._ledgers[session]
+            effects = ledger.handle(OwnerLost(owner), now_ms)
+            writes += session_writes(session, effects)
+            done.append((ledger, self._settle(ledger, owner, effects, persist=False)))
+        if writes:
+            self._work.emit(Persist(tuple(writes)))
+        return done
+
+    def _settle(
+        self,
+        ledger: SessionLedger,
+        before: Owner | None,
+        effects: tuple[Effect, ...],
+        *,
+        persist: bool = True,
+    ) -> tuple[Effect, ...]:
+        """Bring in line who owns it, when it is due and whether it waits; persist what is to be durable."""
+        session = ledger.record.session
+        if persist and (writes := tuple(session_writes(session, effects))):
+            self._work.emit(Persist(writes))
+        if ledger.owner != before:
+            self._disown(before, session)
+            if ledger.owner is not None:
+                self._owned.setdefault(ledger.owner, {})[session] = None
+        self._alarms.set(session, ledger.next_deadline_ms())
+        if ledger.kind not in _IN_TRANSIT:
+            self._moving.pop(session, None)
+            self._waiting.pop(session, None)
+        for effect in effects:
+            match effect:
+                case NeedTarget():
+                    self._moving.pop(session, None)
+                    self._queue.append(session)
+                case Forget():
+                    del self._ledgers[session]
+                    self._alarms.set(session, None)
+                case _:
+                    pass
+        return effects
+
+    def _disown(self, owner: Owner | None, session: str) -> None:
+        if owner is not None and owner in self._owned:
+            self._owned[owner].pop(session, None)
+            if not self._owned[owner]:
+                del self._owned[owner]
+
+    # Sessions that need an instance
+
+    def next_orphan(self) -> SessionLedger | None:
+        """Take the next session that needs an instance, if there is a credit for it."""
+        while self._queue and len(self._moving) < self._max_resumes:
+            session = self._queue.popleft()
+            ledger = self._ledgers.get(session)
+            if ledger is not None and ledger.kind is SessionKind.ORPHANED and session not in self._moving:
+                self._moving[session] = None
+                return ledger
+        return None
+
+    def wait(self, ledger: SessionLedger) -> None:
+        """Put a session aside for which there is no instance now."""
+        session = ledger.record.session
+        self._moving.pop(session, None)
+        self._waiting[session] = None
+
+    def retry_waiting(self) -> None:
+        """Put the sessions that were put aside in line again: instances have changed."""
+        self._queue.extend(self._waiting)
+        self._waiting.clear()
+
+    # Seen from outside
+
+    @staticmethod
+    def info(ledger: SessionLedger) -> SessionInfo:
+        """Return what a front end or an operator may see of a session."""
+        record = ledger.record
+        return SessionInfo(
+            session=record.session,
+            state=_STATES.get(record.kind, record.kind.value),
+            epoch=record.epoch,
+            instance=record.owner.instance if record.owner else None,
+            output_offset=record.output_offset,
+            detail=record.reason or None,
+        )
+
+    @staticmethod
+    def failures(effects: Iterable[Effect]) -> int:
+        """Return how many of these effects say that a session has failed."""
+        return sum(isinstance(effect, Failed) for effect in effects)
