@@ -31,6 +31,8 @@ __all__ = [
     "MAX_INDEX_BYTES",
     "MAX_INDEX_BYTES_PER_CLIENT",
     "MAX_INSTANCES",
+    "MAX_INSTANCE_SESSIONS",
+    "MAX_INSTANCE_SHARD_MAPS",
     "MAX_KEPT_BLOCKS",
     "MAX_KEPT_DIRECTIVES",
     "MAX_LEASES_PER_CLIENT",
@@ -245,3 +247,9 @@ PLACEMENT_WAIT_MS: Final = 10_000
 
 CALL_TIMEOUT_MS: Final = 5_000
 """How long a role waits for the answer to a call, where nothing else says."""
+
+MAX_INSTANCE_SESSIONS: Final = 4096
+"""Sessions an instance has or remembers at a time; one more is 503."""
+
+MAX_INSTANCE_SHARD_MAPS: Final = 256
+"""Shard maps an instance takes part in or remembers; a plan for one more is 503."""

@@ -315,6 +315,18 @@ class PrefetchTable:
         found = self._directives.get(directive)
         return None if found is None else found.status()
 
+    def pending_for(self, request_ref: str | None) -> str | None:
+        """Return a pending directive for this request, or None."""
+        if request_ref is None:
+            return None
+        names = self._by_ref.get(request_ref, {})
+        return next((name for name in names if self._directives[name].pending), None)
+
+    def message_of(self, block_key: str) -> PrefetchDirective | None:
+        """Return a directive that names a block: its scope and Compatibility ID are the block's."""
+        names = self._by_key.get(block_key)
+        return None if names is None else self._directives[next(iter(names))].message
+
     def is_pinned(self, block_key: str) -> bool:
         """Return whether a block is kept from eviction for a request that is to come."""
         return block_key in self._pins

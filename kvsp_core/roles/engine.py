@@ -47,6 +47,8 @@ class StartSequence:
     tokens: tuple[int, ...] = attrs.field(repr=False)
     """Prompt tokens, then the output tokens so far: everything that has a position."""
     cached_tokens: int
+    known_from: int = 0
+    """Tokens before this position are not known, but their KV is imported: they stand as 0 in `tokens`."""
     sampler: Sampler = attrs.field(repr=False)
     paused: bool = False
     """Compute the KV, but draw no token before `Proceed`."""

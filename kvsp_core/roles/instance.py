@@ -1,0 +1,491 @@
+"""The Inference Instance: it serves sessions with an engine, and moves their caches where they are needed
+(role II).
+
+`Instance` composes what an instance does, each part in a file of its own: sessions and their output
+(`instance_sessions`), loads for directives and resumes (`instance_loads`), copies of what it computes
+(`instance_copies`), shards (`instance_shards`), and its lifecycle. The holder of its own tiers serves at the
+same base URI beside it, with requests, calls and jobs of its own.
+
+A prefetch directive never delays an admitted request: few blocks load at a time, into tiers, and the engine
+hears of nothing until a request is here (PF-2).
+
+Requirements ST-1, ST-3, LC-1, LC-3, LC-4, PF-1 to PF-7, CP-1, CP-3, MG-2, MG-3, RS-2, RS-3, RS-5; decisions
+W14, W15, W18 to W22, W31, W32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import attrs
+
+from kvsp_core.answers import read_answer
+from kvsp_core.errors import RemoteProtocolError
+from kvsp_core.ext_messages import AttendRequest, OutputRequest
+from kvsp_core.identity import CompatibilityDescriptor, Scope, component_id
+from kvsp_core.machines import lifecycle, prefetch
+from kvsp_core.machines.lifecycle import InstanceLifecycle
+from kvsp_core.machines.prefetch import PrefetchLimits, PrefetchTable
+from kvsp_core.messages import PrefetchDirective, ReshardMessage, ResumeRequest, StateChange, StatusAnswer
+from kvsp_core.problems import INCOMPATIBLE, NOT_FOUND, SCOPE_DENIED, STALE_EPOCH, Problem
+from kvsp_core.records import InstanceStatus, Link
+from kvsp_core.resources import (
+    Attend,
+    ChangeState,
+    GetDirective,
+    Operation,
+    PrefetchBlocks,
+    Refusal,
+    ReportStatus,
+    ReshardGroup,
+    ResumeSession,
+    RoleName,
+    Router,
+    StreamOutput,
+    resource_of,
+)
+from kvsp_core.roles import engine, instance_copies, instance_loads, instance_sessions, instance_shards
+from kvsp_core.roles.authorization import Policy, authorize
+from kvsp_core.roles.instance_copies import Copies
+from kvsp_core.roles.instance_loads import Loads
+from kvsp_core.roles.instance_sessions import Sessions
+from kvsp_core.roles.instance_shards import Shards
+from kvsp_core.roles.local_blocks import LocalBlocks
+from kvsp_core.roles.role import (
+    AnswerReceived,
+    BlockReceived,
+    BodyArrived,
+    BodyFailed,
+    CallFailed,
+    Effect,
+    Input,
+    JobDone,
+    JobFailed,
+    LayerArrived,
+    OutputReady,
+    RequestEnded,
+    RequestReceived,
+    TimerFired,
+)
+from kvsp_core.roles.serving import Asked, Desk, answer, done, refuse
+from kvsp_core.roles.work import Numbers, Work
+
+__all__ = ["Instance", "InstanceSettings"]
+
+
+@attrs.frozen(kw_only=True)
+class InstanceSettings:
+    """What an instance is told of its surroundings and of itself. `epoch` increases with every start
+    (ST-3)."""
+
+    base_uri: str
+    controller_uri: str
+    index_uri: str
+    epoch: int
+    copy_holder: str | None = None
+    """Where blocks of sessions are copied to, so that they survive this instance."""
+    batch_size: int = 8
+    prefill_tokens_per_s: int = 0
+    decode_tokens_per_s: int = 0
+    links: tuple[Link, ...] = ()
+    status_ttl_ms: int = 3_000
+    report_to_index: bool = False
+    sleep_after_ms: int | None = None
+    copy_lease_ms: int = 30_000
+    resume_load_ms: int = 10_000
+    shard_load_ms: int = 30_000
+    call_timeout_ms: int = 5_000
+    fetch_timeout_ms: int = 30_000
+    session_kept_ms: int = 60_000
+    prefetch: PrefetchLimits = attrs.field(factory=PrefetchLimits)
+
+
+@attrs.frozen
+class _StatusFor:
+    seq: int
+
+
+@attrs.frozen
+class _Notice:
+    """A call whose answer changes nothing."""
+
+
+class Instance:
+    """An instance at one base URI, and the holder of its tiers beside it.
+
+    `models` are the descriptors of what the engine computes, by Compatibility ID, `scopes` the scopes whose
+    key the instance holds, by Scope ID. `policy` says who may ask for
+    what, and whose blocks may be used (SE-1, SE-2). `numbers` are shared with the holder.
+    """
+
+    def __init__(
+        self,
+        settings: InstanceSettings,
+        *,
+        models: Mapping[str, CompatibilityDescriptor],
+        scopes: Mapping[str, Scope],
+        blocks: LocalBlocks,
+        numbers: Numbers,
+        policy: Policy,
+        random_bytes: Callable[[int], bytes],
+        now_ms: int,
+    ) -> None:
+        self.base_uri = settings.base_uri
+        self.settings = settings
+        self._models = models
+        self._scopes = scopes
+        self._blocks = blocks
+        self.policy = policy
+        self._work = Work(numbers)
+        self._desk = Desk([RoleName.INSTANCE, RoleName.HOLDER], self._allow)
+        self._router = Router([RoleName.INSTANCE, RoleName.HOLDER])
+        self._beside: set[int] = set()  # requests that are the holder's
+        self._lifecycle = InstanceLifecycle(
+            random_bytes=random_bytes,
+            now_ms=now_ms,
+            ttl_ms=settings.status_ttl_ms,
+            sleep_after_ms=settings.sleep_after_ms,
+        )
+        self.safe_to_stop = False
+        """Whether the instance was told to stop and has nothing left to do."""
+        self._prefetches = self._loads_of("prefetch", settings.prefetch)
+        self._loads = self._loads_of(
+            "loads", PrefetchLimits(pending_directives=1024, pending_blocks=1 << 20, kept_ms=1)
+        )
+        self._copies = Copies(
+            self._work,
+            blocks,
+            holder=settings.copy_holder,
+            lease_ms=settings.copy_lease_ms,
+            call_timeout_ms=settings.fetch_timeout_ms,
+        )
+        self._sessions = Sessions(
+            self._work,
+            blocks,
+            self._loads,
+            self._prefetches,
+            self._copies,
+            controller_uri=settings.controller_uri,
+            models=models,
+            scopes=scopes,
+            open_session=self._open_session,
+            close_session=self._close_session,
+            random_bytes=random_bytes,
+            batch_size=settings.batch_size,
+            call_timeout_ms=settings.call_timeout_ms,
+            resume_load_ms=settings.resume_load_ms,
+            kept_ms=settings.session_kept_ms,
+        )
+        self._shards = Shards(
+            self._work,
+            blocks,
+            self._loads,
+            base_uri=settings.base_uri,
+            models=models,
+            scopes=scopes,
+            open_session=self._open_session,
+            close_session=self._close_session,
+            random_bytes=random_bytes,
+            load_ms=settings.shard_load_ms,
+        )
+
+    def _loads_of(self, name: str, bounds: PrefetchLimits) -> Loads:
+        return Loads(
+            name,
+            self._work,
+            self._blocks,
+            index_uri=self.settings.index_uri,
+            table=PrefetchTable(bounds),
+            call_timeout_ms=self.settings.call_timeout_ms,
+            fetch_timeout_ms=self.settings.fetch_timeout_ms,
+            trusted=lambda records: self.policy.trusted(records),
+        )
+
+    def _allow(self, client: str, operation: Operation) -> Problem | None:
+        return authorize(self.policy, client, operation)
+
+    # The loop
+
+    def start(self, now_ms: int) -> tuple[Effect, ...]:
+        """Begin: the holder restores its tiers, and the first status goes out."""
+        self._work.emit(*self._blocks.start(now_ms))
+        self._live(lifecycle.TimerFired(), now_ms)
+        return self._done(now_ms)
+
+    def stop(self, now_ms: int) -> tuple[Effect, ...]:
+        """Be told that the process is to end: drain, and be `safe_to_stop` when nothing is left."""
+        self._live(lifecycle.Stop(), now_ms)
+        return self._done(now_ms)
+
+    def next_deadline_ms(self) -> int | None:
+        """Return when the instance next wants `TimerFired`, or None."""
+        parts = (
+            self._lifecycle,
+            self._blocks,
+            self._prefetches.table,
+            self._loads.table,
+            self._sessions,
+            self._copies,
+            self._shards,
+        )
+        deadlines = (part.next_deadline_ms() for part in parts)
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+
+    def handle(self, item: Input, now_ms: int) -> tuple[Effect, ...]:
+        """Take one input in; return what is to be done."""
+        match item:
+            case RequestReceived():
+                self._received(item, now_ms)
+            case BodyArrived() | BodyFailed():
+                self._desk_takes(item, now_ms)
+            case OutputReady(request_id):
+                if request_id in self._beside:
+                    self._work.emit(*self._blocks.handle(item, now_ms))
+                else:
+                    self._sessions.output_ready(request_id, now_ms)
+            case RequestEnded(request_id):
+                self._request_ended(item, request_id, now_ms)
+            case AnswerReceived() | BlockReceived() | CallFailed():
+                self._call_ended(item, item.call_id, now_ms)
+            case JobDone() | JobFailed():
+                self._job_ended(item, item.job_id, now_ms)
+            case LayerArrived():
+                if not any(each.layer_arrived(item, now_ms) for each in (self._prefetches, self._loads)):
+                    self._work.emit(*self._blocks.handle(item, now_ms))
+            case engine.Prefilled() | engine.TokensDecoded():
+                self._sessions.engine_event(item, now_ms)
+            case engine.BlockComputed() | engine.SequenceEnded():
+                self._sessions.engine_event(item, now_ms)
+            case TimerFired():
+                self._tick(now_ms)
+            case _:
+                self._work.emit(*self._blocks.handle(item, now_ms))
+        return self._done(now_ms)
+
+    def _done(self, now_ms: int) -> tuple[Effect, ...]:
+        """Pass on what the holder has to tell, and loads that have ended, until nothing is new."""
+        while True:
+            news = self._blocks.take_news()
+            for each in news:
+                self._prefetches.take_news(each, now_ms)
+                self._loads.take_news(each, now_ms)
+                self._copies.take_news(each, now_ms)
+            ended = (*self._prefetches.take_ended(), *self._loads.take_ended())
+            for directive in ended:
+                if not self._shards.load_ended(directive, now_ms):
+                    self._sessions.load_ended(directive.directive, now_ms)
+            if not news and not ended:
+                return self._work.take()
+
+    def _tick(self, now_ms: int) -> None:
+        self._live(lifecycle.TimerFired(), now_ms)
+        self._work.emit(*self._blocks.handle(TimerFired(), now_ms))
+        self._prefetches.handle(prefetch.Timer(), now_ms)
+        self._loads.handle(prefetch.Timer(), now_ms)
+        self._sessions.time_passed(now_ms)
+        self._copies.time_passed(now_ms)
+        self._shards.time_passed(now_ms)
+
+    # Requests
+
+    def _received(self, item: RequestReceived, now_ms: int) -> None:
+        """Give a request for a resource of the holder to the holder, any other to the desk."""
+        operation = self._router.route(item.request)
+        if not isinstance(operation, Refusal) and RoleName.INSTANCE not in resource_of(operation).roles:
+            self._beside.add(item.request_id)
+            self._work.emit(*self._blocks.handle(item, now_ms))
+        else:
+            self._desk_takes(item, now_ms)
+
+    def _desk_takes(self, item: RequestReceived | BodyArrived | BodyFailed, now_ms: int) -> None:
+        if item.request_id in self._beside:
+            self._work.emit(*self._blocks.handle(item, now_ms))
+            return
+        asked, effects = self._desk.take(item)
+        self._work.emit(*effects)
+        if asked is not None:
+            self._serve(asked, now_ms)
+
+    def _request_ended(self, item: RequestEnded, request_id: int, now_ms: int) -> None:
+        if request_id in self._beside:
+            self._beside.remove(request_id)
+            self._work.emit(*self._blocks.handle(item, now_ms))
+            return
+        self._work.emit(*self._desk.take(item)[1])
+        self._sessions.request_ended(request_id, now_ms)
+        self._shards.request_ended(request_id)
+
+    def _serve(self, asked: Asked, now_ms: int) -> None:
+        request_id, body = asked.request_id, asked.body
+        scope_id = getattr(body, "scope_id", None)
+        problem = authorize(self.policy, asked.client, asked.operation, scope_id=scope_id)
+        if problem is not None:
+            self._work.emit(refuse(request_id, problem))
+            return
+        match asked.operation:
+            case PrefetchBlocks():
+                assert isinstance(body, PrefetchDirective)
+                self._prefetch(request_id, body, now_ms)
+            case GetDirective(directive):
+                status = self._prefetches.table.status(directive)
+                unknown = Problem(NOT_FOUND, "no such directive; it was never sent, or is over for long")
+                self._work.emit(refuse(request_id, unknown) if status is None else answer(request_id, status))
+            case ResumeSession(session):
+                assert isinstance(body, ResumeRequest)
+                self._sessions.resume_session(request_id, session, body, now_ms)
+            case StreamOutput(session):
+                assert isinstance(body, OutputRequest)
+                self._sessions.stream_output(request_id, session, body, now_ms)
+            case ReshardGroup():
+                self._shards.reshard(request_id, _reshard_message(body), now_ms)
+            case Attend(map_id):
+                assert isinstance(body, AttendRequest)
+                self._shards.attend(request_id, map_id, body)
+            case ChangeState():
+                assert isinstance(body, StateChange)
+                self._live(lifecycle.ChangeState(body.state), now_ms, request_id=request_id)
+            case _:
+                raise AssertionError("the router gives an instance its own resources only")
+
+    def _prefetch(self, request_id: int, message: PrefetchDirective, now_ms: int) -> None:
+        model = self._models.get(message.compat_id)
+        if model is None:
+            problem = Problem(INCOMPATIBLE, "compat_id: this instance computes another model")
+            self._work.emit(refuse(request_id, problem))
+            return
+        if message.scope_id not in self._scopes:
+            problem = Problem(SCOPE_DENIED, "scope_id: this instance is not in the scope")
+            self._work.emit(refuse(request_id, problem))
+            return
+        submit = prefetch.Submit(
+            directive=message,
+            held=self._prefetches.held(message),
+            layers=model.layers,
+            block_tokens=model.block_tokens,
+            producers=tuple(sorted(self.policy.scope(message.scope_id).producers)) or None,
+        )
+        for effect in self._prefetches.handle(submit, now_ms):
+            match effect:
+                case prefetch.Accepted(directive):
+                    location = f"prefetch/{directive}"
+                    self._work.emit(done(request_id, 202, location=location))
+                case prefetch.Rejected(_, problem):
+                    retry_after_s = 1 if problem.status == 503 else None
+                    self._work.emit(refuse(request_id, problem, retry_after_s=retry_after_s))
+                case _:
+                    pass
+
+    # Calls and jobs
+
+    def _call_ended(
+        self, item: AnswerReceived | BlockReceived | CallFailed, call_id: int, now_ms: int
+    ) -> None:
+        if call_id not in self._work.calls:
+            self._work.emit(*self._blocks.handle(item, now_ms))
+            return
+        purpose = self._work.calls.pop(call_id)
+        if isinstance(purpose, instance_loads.Purpose):
+            loads = self._prefetches if purpose.table == self._prefetches.name else self._loads
+            loads.completed(purpose, item, now_ms)
+            return
+        assert not isinstance(item, BlockReceived)
+        if isinstance(purpose, instance_sessions.Purpose):
+            assert isinstance(purpose, instance_sessions.CheckpointFor)
+            self._sessions.call_ended(purpose, item, now_ms)
+        elif isinstance(purpose, instance_copies.Purpose):
+            self._copies.call_ended(purpose, item, now_ms)
+        elif isinstance(purpose, _StatusFor):
+            self._live(_status_outcome(purpose.seq, item), now_ms)
+
+    def _job_ended(self, item: JobDone | JobFailed, job_id: int, now_ms: int) -> None:
+        if job_id not in self._work.jobs:
+            self._work.emit(*self._blocks.handle(item, now_ms))
+            return
+        purpose = self._work.jobs.pop(job_id)
+        if isinstance(purpose, instance_copies.ExportFor):
+            self._sessions.exported(self._copies.job_ended(purpose, item, now_ms), now_ms)
+        elif isinstance(purpose, instance_shards.Purpose):
+            self._shards.job_ended(purpose, item, now_ms)
+        else:
+            self._sessions.job_ended(purpose, item, now_ms)
+
+    # Lifecycle
+
+    def _open_session(self, now_ms: int) -> Problem | None:
+        return self._live(lifecycle.OpenSession(), now_ms)
+
+    def _close_session(self, now_ms: int) -> None:
+        self._live(lifecycle.CloseSession(), now_ms)
+
+    def _live(self, event: lifecycle.Event, now_ms: int, *, request_id: int | None = None) -> Problem | None:
+        """Let something happen to the lifecycle; return why it refuses, if it does."""
+        refused: Problem | None = None
+        for effect in self._lifecycle.handle(event, now_ms):
+            match effect:
+                case lifecycle.SendStatus():
+                    self._send_status(effect)
+                case lifecycle.AnswerState(state):
+                    if request_id is not None:
+                        self._work.emit(answer(request_id, StatusAnswer(state=state)))
+                case lifecycle.Refused(problem):
+                    refused = problem
+                    if request_id is not None:
+                        self._work.emit(refuse(request_id, problem))
+                case lifecycle.StateEntered(state):
+                    self._work.observe("states_entered", 1, state=state)
+                case lifecycle.SafeToStop():
+                    self.safe_to_stop = True
+                case lifecycle.Fenced():
+                    self._sessions.abort_all(now_ms)
+        return refused
+
+    def _send_status(self, effect: lifecycle.SendStatus) -> None:
+        settings = self.settings
+        running, queued = self._sessions.running, self._sessions.queued
+        status = InstanceStatus(
+            instance=self.base_uri,
+            epoch=settings.epoch,
+            state=effect.state,
+            running=running,
+            queued=queued,
+            batch_size=settings.batch_size,
+            kv_utilization=min(1.0, running / settings.batch_size),
+            prefill_tokens_per_s=settings.prefill_tokens_per_s,
+            decode_tokens_per_s=settings.decode_tokens_per_s,
+            links=settings.links,
+            requested_state=effect.requested_state,
+            ttl_ms=settings.status_ttl_ms,
+            compat_ids=tuple(sorted(self._models)),
+            seq=effect.seq,
+        )
+        operation = ReportStatus(component_id(self.base_uri))
+        self._work.call(
+            settings.controller_uri,
+            operation,
+            status,
+            purpose=_StatusFor(effect.seq),
+            timeout_ms=effect.timeout_ms,
+        )
+        if settings.report_to_index:
+            self._work.call(
+                settings.index_uri, operation, status, purpose=_Notice(), timeout_ms=effect.timeout_ms
+            )
+
+
+def _reshard_message(body: object) -> ReshardMessage:
+    assert isinstance(body, ReshardMessage)
+    return body
+
+
+def _status_outcome(
+    seq: int, item: AnswerReceived | CallFailed
+) -> lifecycle.ReceiveStatusAnswer | lifecycle.FailStatus | lifecycle.RefuseStatus:
+    if isinstance(item, CallFailed):
+        return lifecycle.FailStatus(seq)
+    try:
+        found = read_answer(StatusAnswer, item.response, item.body)
+    except RemoteProtocolError:
+        return lifecycle.FailStatus(seq)
+    if isinstance(found, Problem):
+        return lifecycle.RefuseStatus(seq) if found.type == STALE_EPOCH else lifecycle.FailStatus(seq)
+    return lifecycle.ReceiveStatusAnswer(seq, found.state)

@@ -1,0 +1,313 @@
+"""Keeps the blocks that an instance computes: in its own tiers, and copied to another holder so that they
+survive it (CP-1, decision W20).
+
+Each complete block of a session is exported from the engine, added to the tiers here, and stored at the
+holder of copies, where one lease or several keep it while the session lives; a session that ends gives them
+back, one that goes on elsewhere lets them run out. Few blocks are under way at a time; the others wait in
+the engine.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from typing import Final, TypeAlias
+
+import attrs
+
+from kvsp_core.answers import read_answer
+from kvsp_core.errors import RemoteProtocolError
+from kvsp_core.messages import LeaseGranted, LeaseRenewal, LeaseRequest
+from kvsp_core.resources import CreateLease, ReleaseLease, RenewLease, StoreBlock
+from kvsp_core.roles import engine
+from kvsp_core.roles.local_blocks import BlockAdded, BlockGone, LocalBlocks, News
+from kvsp_core.roles.role import AnswerReceived, BlockBody, BlockName, CallFailed, JobDone, JobFailed
+from kvsp_core.roles.work import Work
+
+__all__ = ["Copies", "ExportFor", "Purpose"]
+
+_AT_A_TIME: Final = 4
+"""Blocks on their way out of the engine, into tiers and to the holder of copies."""
+
+_Run: TypeAlias = tuple[str, int]
+"""A session, and which of the attempts to serve it."""
+
+
+@attrs.frozen
+class ExportFor:
+    """A block on its way out of the engine."""
+
+    run: _Run = attrs.field(repr=False)
+    name: BlockName
+    buffer: int
+
+
+@attrs.frozen
+class _PutFor:
+    run: _Run = attrs.field(repr=False)
+    name: BlockName
+    buffer: int
+
+
+@attrs.frozen
+class _LeaseFor:
+    run: _Run = attrs.field(repr=False)
+    keys: tuple[str, ...] = attrs.field(repr=False)
+
+
+@attrs.frozen
+class _RenewFor:
+    run: _Run = attrs.field(repr=False)
+    lease: str = attrs.field(repr=False)
+
+
+@attrs.frozen
+class _Notice:
+    """A lease given back; the answer changes nothing."""
+
+
+Purpose: TypeAlias = ExportFor | _PutFor | _LeaseFor | _RenewFor | _Notice
+"""What a call or job for copies is for."""
+
+
+@attrs.define
+class _Kept:
+    """What is kept elsewhere for a session."""
+
+    pending: int = 0
+    unleased: list[str] = attrs.field(factory=list)
+    leasing: bool = False
+    closed: bool = False
+    leases: dict[str, tuple[str, ...]] = attrs.field(factory=dict)
+
+
+class Copies:
+    """The copies of all sessions of an instance. Without a `holder` blocks are kept here only."""
+
+    def __init__(
+        self, work: Work, blocks: LocalBlocks, *, holder: str | None, lease_ms: int, call_timeout_ms: int
+    ) -> None:
+        self._work = work
+        self._blocks = blocks
+        self._holder = holder
+        self._lease_ms = lease_ms
+        self._call_timeout_ms = call_timeout_ms
+        self._kept: dict[_Run, _Kept] = {}
+        self._queue: deque[tuple[_Run, BlockName, int, int]] = deque()
+        self._users: dict[int, int] = {}  # buffer -> who still reads it
+        self._tickets: dict[int, int] = {}  # ticket -> buffer
+        self._due: list[tuple[int, _Run, str]] = []  # when to renew which lease; "" is when to lease again
+
+    def export(self, session: str, run: int, name: BlockName, sequence: int, index: int) -> None:
+        """Keep a block that the engine has computed."""
+        kept = self._kept.setdefault((session, run), _Kept())
+        kept.pending += 1
+        self._queue.append(((session, run), name, sequence, index))
+        self._pump()
+
+    def copy(self, session: str, run: int, name: BlockName, buffer: int, size_bytes: int) -> bool:
+        """Copy a block that is held here; return whether the buffer is now ours to free."""
+        if self._holder is None:
+            return False
+        self._kept.setdefault((session, run), _Kept())
+        self._users[buffer] = 1
+        self._put((session, run), name, buffer, size_bytes)
+        return True
+
+    def busy(self, session: str, run: int) -> bool:
+        """Return whether blocks of a session have yet to leave the engine."""
+        kept = self._kept.get((session, run))
+        return kept is not None and kept.pending > 0
+
+    def close(self, session: str, run: int) -> None:
+        """The session has ended: what keeps its copies is given back. Blocks still in the engine are kept
+        all the same."""
+        kept = self._kept.get((session, run))
+        if kept is None:
+            return
+        for lease in kept.leases:
+            self._release(lease)
+        kept.leases.clear()
+        kept.unleased.clear()
+        kept.closed = True
+        if not kept.pending:
+            del self._kept[session, run]
+
+    def abandon(self, session: str, run: int) -> None:
+        """The session goes on elsewhere: whoever serves it loads the copies, so their leases run out by
+        themselves."""
+        self._kept.pop((session, run), None)
+
+    # Out of the engine
+
+    def _pump(self) -> None:
+        while self._queue and len(self._users) < _AT_A_TIME:
+            run, name, sequence, index = self._queue.popleft()
+            if run not in self._kept:
+                continue
+            buffer = self._work.new_buffer()
+            self._users[buffer] = 1
+            job = self._work.job(ExportFor(run, name, buffer))
+            self._work.emit(engine.ExportBlock(job, sequence, index, buffer))
+
+    def job_ended(self, purpose: ExportFor, item: JobDone | JobFailed, now_ms: int) -> str:
+        """Take in how an export has ended; return the session it was for."""
+        kept = self._kept.get(purpose.run)
+        if kept is not None:
+            kept.pending -= 1
+            if kept.closed and not kept.pending:
+                del self._kept[purpose.run]
+        if isinstance(item, JobFailed) or item.header is None or kept is None:
+            self._done_with(purpose.buffer)
+            return purpose.run[0]
+        ticket, effects = self._blocks.add(
+            purpose.name,
+            purpose.buffer,
+            header=item.header,
+            layer_digests=item.layer_digests,
+            repr_digest=item.repr_digest,
+            now_ms=now_ms,
+        )
+        self._tickets[ticket] = purpose.buffer
+        self._work.emit(*effects)
+        if self._holder is not None:
+            self._users[purpose.buffer] += 1
+            self._put(purpose.run, purpose.name, purpose.buffer, item.header.size_bytes)
+        return purpose.run[0]
+
+    def take_news(self, news: News, now_ms: int) -> None:
+        """Take in what the holder beside says of a block."""
+        if isinstance(news, BlockGone):
+            return
+        buffer = self._tickets.pop(news.ticket, None)
+        if buffer is not None:
+            self._work.observe("blocks_kept" if isinstance(news, BlockAdded) else "blocks_not_kept")
+            self._done_with(buffer)
+
+    def _done_with(self, buffer: int) -> None:
+        self._users[buffer] -= 1
+        if not self._users[buffer]:
+            del self._users[buffer]
+            self._work.free(buffer)
+            self._pump()
+
+    # At the holder of copies
+
+    def _put(self, run: _Run, name: BlockName, buffer: int, size_bytes: int) -> None:
+        assert self._holder is not None
+        self._work.call(
+            self._holder,
+            StoreBlock(name.compat_id, name.scope_id, name.block_key),
+            purpose=_PutFor(run, name, buffer),
+            timeout_ms=self._call_timeout_ms,
+            block=BlockBody(buffer),
+            length=size_bytes,
+        )
+
+    def call_ended(self, purpose: Purpose, item: AnswerReceived | CallFailed, now_ms: int) -> None:
+        """Take in how a call about copies was answered."""
+        status = item.response.status if isinstance(item, AnswerReceived) else None
+        match purpose:
+            case _PutFor(run, name, buffer):
+                kept = self._kept.get(run)
+                if status is not None and (200 <= status < 300 or status == 412):
+                    if kept is not None and not kept.closed:
+                        kept.unleased.append(name.block_key)
+                        self._lease(run, kept)
+                else:
+                    self._work.observe("copies_failed")
+                self._done_with(buffer)
+            case _LeaseFor(run, keys):
+                self._leased(run, keys, item, now_ms)
+            case _RenewFor(run, lease):
+                self._renewed(run, lease, status, now_ms)
+            case _:
+                pass
+
+    def _lease(self, run: _Run, kept: _Kept) -> None:
+        """Lease what was copied since the last time, in one lease."""
+        if kept.leasing or not kept.unleased:
+            return
+        assert self._holder is not None
+        keys, kept.unleased = tuple(kept.unleased), []
+        kept.leasing = True
+        self._work.call(
+            self._holder,
+            CreateLease(),
+            LeaseRequest(block_keys=keys, ttl_ms=self._lease_ms),
+            purpose=_LeaseFor(run, keys),
+            timeout_ms=self._call_timeout_ms,
+        )
+
+    def _leased(
+        self, run: _Run, keys: tuple[str, ...], item: AnswerReceived | CallFailed, now_ms: int
+    ) -> None:
+        granted = _granted(item)
+        kept = self._kept.get(run)
+        if kept is None or kept.closed:
+            if granted is not None:
+                self._release(granted.lease)
+            return
+        kept.leasing = False
+        if granted is not None:
+            kept.leases[granted.lease] = keys
+            heapq.heappush(self._due, (now_ms + max(1, granted.ttl_ms // 3), run, granted.lease))
+            self._lease(run, kept)
+        elif not isinstance(item, AnswerReceived) or item.response.status != 404:
+            kept.unleased = [*keys, *kept.unleased]
+            heapq.heappush(self._due, (now_ms + max(1, self._lease_ms // 3), run, ""))
+        else:
+            self._work.observe("copies_lost", len(keys))
+
+    def _renewed(self, run: _Run, lease: str, status: int | None, now_ms: int) -> None:
+        kept = self._kept.get(run)
+        if kept is None or lease not in kept.leases:
+            return
+        if status == 404:
+            kept.unleased += kept.leases.pop(lease)
+            self._lease(run, kept)
+        else:
+            heapq.heappush(self._due, (now_ms + max(1, self._lease_ms // 3), run, lease))
+
+    def _release(self, lease: str) -> None:
+        assert self._holder is not None
+        timeout_ms = self._call_timeout_ms
+        self._work.call(self._holder, ReleaseLease(lease), purpose=_Notice(), timeout_ms=timeout_ms)
+
+    # Time
+
+    def next_deadline_ms(self) -> int | None:
+        """Return when `time_passed` is next due, or None."""
+        while self._due:
+            due_ms, run, lease = self._due[0]
+            kept = self._kept.get(run)
+            if kept is not None and (lease == "" or lease in kept.leases):
+                return due_ms
+            heapq.heappop(self._due)
+        return None
+
+    def time_passed(self, now_ms: int) -> None:
+        """Renew the leases that are due."""
+        assert self._holder is not None or not self._due
+        while (due_ms := self.next_deadline_ms()) is not None and due_ms <= now_ms:
+            _, run, lease = heapq.heappop(self._due)
+            if lease == "":
+                self._lease(run, self._kept[run])
+                continue
+            self._work.call(
+                self._holder or "",
+                RenewLease(lease),
+                LeaseRenewal(ttl_ms=self._lease_ms),
+                purpose=_RenewFor(run, lease),
+                timeout_ms=self._call_timeout_ms,
+            )
+
+
+def _granted(item: AnswerReceived | CallFailed) -> LeaseGranted | None:
+    if not isinstance(item, AnswerReceived):
+        return None
+    try:
+        granted = read_answer(LeaseGranted, item.response, item.body)
+    except RemoteProtocolError:
+        return None
+    return granted if isinstance(granted, LeaseGranted) else None

@@ -1,0 +1,354 @@
+"""Carries out what a table of prefetch directives asks: lookups, leases and fetches at peers, blocks into
+tiers here.
+
+An instance has two such tables, so that what a resumed session waits for does not queue behind prefetch
+directives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import attrs
+
+from kvsp_core.answers import read_answer, read_outcome
+from kvsp_core.container_header import ContainerHeader
+from kvsp_core.errors import RemoteProtocolError
+from kvsp_core.identity import component_id
+from kvsp_core.machines import prefetch, prefetch_load, retrieval
+from kvsp_core.machines.prefetch import PrefetchTable
+from kvsp_core.messages import (
+    LeaseGranted,
+    LeaseRequest,
+    LookupAnswer,
+    LookupRequest,
+    PrefetchDirective,
+    Withdrawal,
+)
+from kvsp_core.problems import Problem
+from kvsp_core.records import ReplicaRecord
+from kvsp_core.resources import CreateLease, GetBlock, Lookup, ReleaseLease, WithdrawReplica
+from kvsp_core.roles.local_blocks import BlockAdded, BlockGone, BlockNotAdded, LocalBlocks, News
+from kvsp_core.roles.role import (
+    AnswerForm,
+    AnswerReceived,
+    BlockName,
+    BlockReceived,
+    CallFailed,
+    LayerArrived,
+)
+from kvsp_core.roles.work import Work
+
+__all__ = ["Loads", "Purpose"]
+
+
+@attrs.frozen
+class _LookupFor:
+    table: str
+    directive: str
+
+
+@attrs.frozen
+class _LeaseFor:
+    table: str
+    job: int
+    holder: str
+
+
+@attrs.frozen
+class _FetchFor:
+    table: str
+    job: int
+    fetch: int
+    buffer: int
+
+
+@attrs.frozen
+class _Notice:
+    """A call whose answer changes nothing: a lease given back, a bad replica reported."""
+
+    table: str
+
+
+Purpose = _LookupFor | _LeaseFor | _FetchFor | _Notice
+"""What a call of a table is for; `table` names it."""
+
+
+@attrs.frozen(kw_only=True)
+class _Received:
+    buffer: int
+    header: ContainerHeader
+    layer_digests: tuple[str, ...] = attrs.field(repr=False)
+    repr_digest: str = attrs.field(repr=False)
+
+
+class Loads:
+    """One table of directives, and what it has under way. `name` tells its calls from those of others.
+
+    `trusted` returns those of some replicas that may be loaded (SE-2).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        work: Work,
+        blocks: LocalBlocks,
+        *,
+        index_uri: str,
+        table: PrefetchTable,
+        call_timeout_ms: int,
+        fetch_timeout_ms: int,
+        trusted: Callable[[Iterable[ReplicaRecord]], tuple[ReplicaRecord, ...]] = tuple,
+    ) -> None:
+        self.name = name
+        self.table = table
+        self._work = work
+        self._blocks = blocks
+        self._index_uri = index_uri
+        self._call_timeout_ms = call_timeout_ms
+        self._fetch_timeout_ms = fetch_timeout_ms
+        self._trusted = trusted
+        self._lookups: dict[str, int] = {}
+        self._fetches: dict[tuple[int, int], int] = {}  # (job, fetch) -> call
+        self._fetching: dict[int, _FetchFor] = {}  # buffer -> for what
+        self._received: dict[int, _Received] = {}  # job -> the verified block
+        self._stores: dict[int, int] = {}  # ticket -> job
+        self._pinned: dict[str, BlockName] = {}
+        self._ended: list[prefetch.Ended] = []
+
+    def held(self, message: PrefetchDirective) -> frozenset[str]:
+        """Return the blocks of a directive that are held here."""
+        names = (BlockName(message.compat_id, message.scope_id, b.block_key) for b in message.blocks)
+        return frozenset(name.block_key for name in names if self._blocks.tier_of(name) is not None)
+
+    def handle(self, event: prefetch.Event, now_ms: int) -> tuple[prefetch.Effect, ...]:
+        """Let something happen to the table; return how it answers a directive that was submitted."""
+        answers: list[prefetch.Effect] = []
+        for effect in self.table.handle(event, now_ms):
+            match effect:
+                case prefetch.Accepted() | prefetch.Rejected():
+                    answers.append(effect)
+                case prefetch.Ended():
+                    self._ended.append(effect)
+                case _:
+                    self._carry_out(effect, now_ms)
+        return tuple(answers)
+
+    def take_ended(self) -> tuple[prefetch.Ended, ...]:
+        """Return the directives that have ended since the last time."""
+        ended, self._ended = tuple(self._ended), []
+        return ended
+
+    # Effects of the table
+
+    def _carry_out(self, effect: prefetch.Effect, now_ms: int) -> None:
+        match effect:
+            case prefetch.Lookup(directive, block_keys, holders):
+                self._look_up(directive, block_keys, holders)
+            case prefetch.CancelLookup(directive):
+                self._work.cancel(self._lookups.pop(directive, 0))
+            case prefetch.LoadRequest(job, key, of_load):
+                self._for_load(job, key, of_load, now_ms)
+            case prefetch.Pin(key):
+                name = self._name_of(key)
+                assert name is not None
+                self._pinned[key] = name
+                self._blocks.keep(name)
+            case prefetch.Unpin(key):
+                self._blocks.let_go(self._pinned.pop(key))
+            case _:
+                pass  # The holder publishes what it is given.
+
+    def _name_of(self, block_key: str) -> BlockName | None:
+        message = self.table.message_of(block_key)
+        return None if message is None else BlockName(message.compat_id, message.scope_id, block_key)
+
+    def _look_up(self, directive: str, block_keys: tuple[str, ...], holders: tuple[str, ...]) -> None:
+        message = self.table.message_of(block_keys[0])
+        assert message is not None
+        body = LookupRequest(
+            scope_id=message.scope_id, compat_id=message.compat_id, block_keys=block_keys, holders=holders
+        )
+        self._lookups[directive] = self._work.call(
+            self._index_uri,
+            Lookup(),
+            body,
+            purpose=_LookupFor(self.name, directive),
+            timeout_ms=self._call_timeout_ms,
+        )
+
+    def _for_load(self, job: int, key: str, effect: prefetch_load.Effect, now_ms: int) -> None:
+        match effect:
+            case prefetch_load.AcquireLease(holder, ttl_ms):
+                self._work.call(
+                    holder,
+                    CreateLease(),
+                    LeaseRequest(block_keys=(key,), ttl_ms=ttl_ms),
+                    purpose=_LeaseFor(self.name, job, holder),
+                    timeout_ms=self._call_timeout_ms,
+                )
+            case prefetch_load.ReleaseLease(holder, lease):
+                self._notify(holder, ReleaseLease(lease))
+            case prefetch_load.Fetch():
+                self._fetch(job, key, effect)
+            case prefetch_load.CancelFetch(fetch):
+                if (call := self._fetches.pop((job, fetch), None)) is not None:
+                    purpose = self._work.calls[call]
+                    self._work.cancel(call)
+                    self._forget_buffer(purpose.buffer)
+            case prefetch_load.ReportBad(holder, digest):
+                self._work.observe("digest_failures")
+                self._notify(
+                    self._index_uri, WithdrawReplica(component_id(holder), key), Withdrawal(digest=digest)
+                )
+            case prefetch_load.Store():
+                self._store(job, key, now_ms)
+            case _:
+                pass
+
+    def _notify(
+        self, base_uri: str, operation: ReleaseLease | WithdrawReplica, body: Withdrawal | None = None
+    ) -> None:
+        timeout_ms = self._call_timeout_ms
+        self._work.call(base_uri, operation, body, purpose=_Notice(self.name), timeout_ms=timeout_ms)
+
+    def _fetch(self, job: int, key: str, fetch: prefetch_load.Fetch) -> None:
+        name = self._name_of(key)
+        assert name is not None
+        buffer = self._work.new_buffer()
+        purpose = _FetchFor(self.name, job, fetch.fetch, buffer)
+        self._fetching[buffer] = purpose
+        self._fetches[job, fetch.fetch] = self._work.call(
+            fetch.holder,
+            GetBlock(name.compat_id, name.scope_id, key, layers=fetch.layers, codec=fetch.codec),
+            purpose=purpose,
+            timeout_ms=self._fetch_timeout_ms,
+            form=AnswerForm.BLOCK,
+            buffer=buffer,
+        )
+
+    def _store(self, job: int, key: str, now_ms: int) -> None:
+        name, received = self._name_of(key), self._received[job]
+        assert name is not None
+        self._work.observe("fetched_tokens", received.header.token_count)
+        ticket, effects = self._blocks.add(
+            name,
+            received.buffer,
+            header=received.header,
+            layer_digests=received.layer_digests,
+            repr_digest=received.repr_digest,
+            now_ms=now_ms,
+        )
+        self._stores[ticket] = job
+        self._work.emit(*effects)
+
+    def _forget_buffer(self, buffer: int) -> None:
+        self._fetching.pop(buffer, None)
+        self._work.free(buffer)
+
+    # What comes of it
+
+    def layer_arrived(self, item: LayerArrived, now_ms: int) -> bool:
+        """Take a layer in, where it is of a fetch of this table."""
+        purpose = self._fetching.get(item.buffer)
+        if purpose is None:
+            return False
+        arrived = retrieval.LayerArrived(purpose.fetch, item.layer, item.digest)
+        self._report(purpose.job, prefetch_load.Fetched(arrived), now_ms)
+        return True
+
+    def completed(
+        self, purpose: Purpose, item: AnswerReceived | BlockReceived | CallFailed, now_ms: int
+    ) -> None:
+        """Take in how a call of this table has ended."""
+        match purpose:
+            case _LookupFor(directive=directive):
+                self._lookups.pop(directive, None)
+                self.handle(self._looked_up(directive, item), now_ms)
+            case _LeaseFor(job=job, holder=holder):
+                self._report(job, _lease_outcome(holder, item), now_ms)
+            case _FetchFor():
+                self._fetched(purpose, item, now_ms)
+            case _Notice():
+                pass
+
+    def _looked_up(
+        self, directive: str, item: AnswerReceived | BlockReceived | CallFailed
+    ) -> prefetch.LookupAnswered | prefetch.LookupFailed:
+        if not isinstance(item, AnswerReceived):
+            return prefetch.LookupFailed(directive)
+        try:
+            found = read_answer(LookupAnswer, item.response, item.body)
+        except RemoteProtocolError:
+            return prefetch.LookupFailed(directive)
+        if isinstance(found, Problem):
+            return prefetch.LookupFailed(directive)
+        # A block whose layers are at several holders would have to be put together: it is computed.
+        records = (tuple(r for r in self._trusted(block.replicas) if _is_whole(r)) for block in found.blocks)
+        return prefetch.LookupAnswered(directive, tuple(records))
+
+    def _fetched(
+        self, purpose: _FetchFor, item: AnswerReceived | BlockReceived | CallFailed, now_ms: int
+    ) -> None:
+        job, fetch, buffer = purpose.job, purpose.fetch, purpose.buffer
+        self._fetches.pop((job, fetch), None)
+        self._fetching.pop(buffer, None)
+        event: retrieval.BlockEnded | retrieval.Refused | retrieval.FetchFailed
+        match item:
+            case BlockReceived():
+                self._received[job] = _Received(
+                    buffer=buffer,
+                    header=item.header,
+                    layer_digests=item.layer_digests,
+                    repr_digest=item.response.repr_digest or "",
+                )
+                event = retrieval.BlockEnded(
+                    fetch=fetch,
+                    header=item.header,
+                    layer_digests=item.layer_digests,
+                    repr_digest_valid=item.repr_digest_valid,
+                )
+            case AnswerReceived(response=response):
+                event = retrieval.Refused(fetch, response.status)
+            case CallFailed():
+                event = retrieval.FetchFailed(fetch)
+        self._report(job, prefetch_load.Fetched(event), now_ms)
+        if job not in self._stores.values():
+            self._received.pop(job, None)
+            self._work.free(buffer)
+
+    def take_news(self, news: News, now_ms: int) -> None:
+        """Take in what the holder beside says of a block."""
+        match news:
+            case BlockAdded(ticket) | BlockNotAdded(ticket):
+                job = self._stores.pop(ticket, None)
+                if job is not None:
+                    added = isinstance(news, BlockAdded)
+                    self._work.free(self._received.pop(job).buffer)
+                    stored = prefetch_load.Stored() if added else prefetch_load.StoreFailed()
+                    self._report(job, stored, now_ms)
+            case BlockGone(name):
+                self.handle(prefetch.Evicted(name.block_key), now_ms)
+
+    def _report(self, job: int, event: prefetch_load.Event, now_ms: int) -> None:
+        self.handle(prefetch.LoadReport(job, event), now_ms)
+
+
+def _is_whole(record: ReplicaRecord) -> bool:
+    layers = len(record.layer_digests or ()) or max(entry.layers[1] for entry in record.residency) + 1
+    return record.has_layers(0, layers - 1)
+
+
+def _lease_outcome(
+    holder: str, item: AnswerReceived | BlockReceived | CallFailed
+) -> prefetch_load.LeaseGranted | prefetch_load.LeaseRefused:
+    if not isinstance(item, AnswerReceived):
+        return prefetch_load.LeaseRefused(holder, None)
+    if read_outcome(item.response, item.body) is not None:
+        return prefetch_load.LeaseRefused(holder, item.response.status)
+    try:
+        granted = read_answer(LeaseGranted, item.response, item.body)
+    except RemoteProtocolError:
+        return prefetch_load.LeaseRefused(holder, None)
+    assert isinstance(granted, LeaseGranted)
+    return prefetch_load.LeaseGranted(holder, granted.lease)

@@ -1,0 +1,777 @@
+"""The sessions of an instance: they begin or are resumed, run in the engine, and their output goes out when
+it may.
+
+For each session three machines meet: `resume` (which epoch is served here, and how it comes to run), the
+output gate (what may be released, when a checkpoint is due), and the engine's sequence. Requirements CP-1,
+CP-3, CP-5, MG-2, MG-3; decisions W19, W20, W31.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Final, TypeAlias
+
+import attrs
+
+from kvsp_core.answers import lines_response, read_answer
+from kvsp_core.block_keys import BlockKeyChain
+from kvsp_core.bodies import encode
+from kvsp_core.errors import RemoteProtocolError
+from kvsp_core.ext_messages import OutputEnd, OutputRequest, OutputToken
+from kvsp_core.identity import CompatibilityDescriptor, Scope
+from kvsp_core.limits import MAX_INSTANCE_SESSIONS
+from kvsp_core.machines import output, prefetch, resume
+from kvsp_core.messages import CheckpointRecorded, PrefetchBlock, PrefetchDirective, ResumeRequest
+from kvsp_core.problems import (
+    INCOMPATIBLE,
+    NOT_FOUND,
+    PRECONDITION_REQUIRED,
+    SCOPE_DENIED,
+    STALE_EPOCH,
+    UNAVAILABLE,
+    Problem,
+)
+from kvsp_core.records import Sampler, SessionCheckpoint
+from kvsp_core.resources import RecordCheckpoint
+from kvsp_core.roles import engine
+from kvsp_core.roles.instance_copies import Copies
+from kvsp_core.roles.instance_loads import Loads
+from kvsp_core.roles.local_blocks import LocalBlocks
+from kvsp_core.roles.role import (
+    AnswerReceived,
+    BlockName,
+    CallFailed,
+    JobDone,
+    JobFailed,
+    ReadBlock,
+    Respond,
+    Send,
+)
+from kvsp_core.roles.serving import done, refuse
+from kvsp_core.roles.work import Work
+
+__all__ = ["CheckpointFor", "Purpose", "Sessions"]
+
+_IMPORTS_AHEAD: Final = 4
+"""Blocks of a session that are read from tiers at a time, on their way into the engine."""
+
+
+@attrs.frozen
+class CheckpointFor:
+    """A checkpoint under way."""
+
+    session: str = attrs.field(repr=False)
+    run: int
+
+
+@attrs.frozen
+class _ReadFor:
+    session: str = attrs.field(repr=False)
+    run: int
+    index: int
+    buffer: int
+
+
+@attrs.frozen
+class _ImportFor:
+    session: str = attrs.field(repr=False)
+    run: int
+    index: int
+    buffer: int
+    size_bytes: int
+
+
+Purpose: TypeAlias = CheckpointFor | _ReadFor | _ImportFor
+"""What a call or job of a session is for. `run` numbers the attempts to serve it: what is of a former one is
+over."""
+
+
+@attrs.define(kw_only=True)
+class _Session:
+    name: str
+    state: resume.State = attrs.field(factory=resume.Absent)
+    run: int = 0
+    compat_id: str = ""
+    scope_id: str = ""
+    sampler: Sampler | None = None
+    prompt: tuple[int, ...] | None = None
+    prompt_keys: tuple[str, ...] = ()
+    prompt_tail: tuple[int, ...] = ()
+    request_ref: str | None = None
+    gate: output.OutputGate | None = None
+    chain: BlockKeyChain | None = None
+    """Over all tokens with a position so far; None where the session has not begun to run."""
+    keys: list[str] = attrs.field(factory=list)
+    """Of the complete blocks, prompt and output."""
+    tokens: tuple[int, ...] = ()
+    """What the sequence is started with."""
+    known_from: int = 0
+    sequence: int | None = None
+    started: bool = False
+    leaving: bool = False
+    """Whether it leaves the engine as soon as its blocks have."""
+    imports: int = 0
+    next_read: int = 0
+    next_import: int = 0
+    imported: int = 0
+    read: dict[int, tuple[int, int]] = attrs.field(factory=dict)
+    """Blocks read and not yet handed to the engine: index -> buffer, octets."""
+    held: list[BlockName] = attrs.field(factory=list)
+    """Blocks kept from eviction until they are imported."""
+    awaits: str | None = None
+    """The prefetch directive whose end it waits for."""
+    stream: int | None = None
+    waiting: list[tuple[int, int]] = attrs.field(factory=list)
+    """Requests for output that wait until it is known whether the prompt is needed: (request, from_index)."""
+    counted: bool = False
+    """Whether the lifecycle counts it."""
+    forget_at_ms: int | None = None
+    due_ms: int | None = None
+
+
+class Sessions:
+    """All sessions of an instance.
+
+    `open_session` asks the lifecycle whether one may begin, and `close_session` tells it that one has ended.
+    `models` and `scopes` are what the instance computes and the scopes whose key it holds.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        blocks: LocalBlocks,
+        loads: Loads,
+        prefetches: Loads,
+        copies: Copies,
+        *,
+        controller_uri: str,
+        models: Mapping[str, CompatibilityDescriptor],
+        scopes: Mapping[str, Scope],
+        open_session: Callable[[int], Problem | None],
+        close_session: Callable[[int], None],
+        random_bytes: Callable[[int], bytes],
+        batch_size: int,
+        call_timeout_ms: int,
+        resume_load_ms: int,
+        kept_ms: int,
+        max_sessions: int = MAX_INSTANCE_SESSIONS,
+    ) -> None:
+        self._work = work
+        self._blocks = blocks
+        self._loads = loads
+        self._prefetches = prefetches
+        self._copies = copies
+        self._controller_uri = controller_uri
+        self._models = models
+        self._scopes = scopes
+        self._open_session = open_session
+        self._close_session = close_session
+        self._random_bytes = random_bytes
+        self._batch_size = batch_size
+        self._call_timeout_ms = call_timeout_ms
+        self._resume_load_ms = resume_load_ms
+        self._kept_ms = kept_ms
+        self._max_sessions = max_sessions
+        self._sessions: dict[str, _Session] = {}
+        self._sequences: dict[int, str] = {}
+        self._streams: dict[int, str] = {}
+        self._loading: dict[str, tuple[str, int]] = {}  # directive -> session, epoch
+        self._awaited: dict[str, list[str]] = {}  # directive -> sessions that wait for its end
+        self._queue: deque[tuple[str, int]] = deque()  # sessions that wait for a place in the engine
+        self._last_sequence = 0
+        self._due: list[tuple[int, str]] = []
+
+    # What the status reports
+
+    @property
+    def running(self) -> int:
+        """Sequences the engine has."""
+        return len(self._sequences)
+
+    @property
+    def queued(self) -> int:
+        """Sessions that wait for a place in the engine."""
+        return len(self._queue)
+
+    # Requests
+
+    def resume_session(self, request_id: int, name: str, body: ResumeRequest, now_ms: int) -> None:
+        """Serve POST sessions/{session}/resume."""
+        checkpoint = body.checkpoint
+        session = self._sessions.get(name) or _Session(name=name)
+        refusal = self._refusal(checkpoint.compat_id, checkpoint.scope_id, session, now_ms)
+        event = resume.ResumeReceived(epoch=body.epoch, checkpoint=checkpoint, refusal=refusal)
+        self._advance(session, event, now_ms, request_id=request_id)
+
+    def stream_output(self, request_id: int, name: str, body: OutputRequest, now_ms: int) -> None:
+        """Serve POST ext/sessions/{session}/output: begin a session, or take its output up again."""
+        session = self._sessions.get(name)
+        if session is None or isinstance(session.state, resume.Absent):
+            if body.sampler is None:
+                self._work.emit(refuse(request_id, Problem(NOT_FOUND, "the session is not served here")))
+                return
+            session = session or _Session(name=name)
+        if body.sampler is not None and body.epoch > getattr(session.state, "epoch", 0):
+            assert body.compat_id is not None
+            assert body.scope_id is not None
+            assert body.prompt is not None
+            refusal = self._refusal(body.compat_id, body.scope_id, session, now_ms)
+            if refusal is None:
+                session = self._renewed(session)
+                session.compat_id, session.scope_id = body.compat_id, body.scope_id
+                session.sampler, session.prompt, session.request_ref = (
+                    body.sampler,
+                    body.prompt,
+                    body.request_ref,
+                )
+            event = resume.BeginReceived(epoch=body.epoch, refusal=refusal)
+            if not self._advance(session, event, now_ms, request_id=request_id):
+                return
+        self._attach(session, request_id, body, now_ms)
+
+    def _renewed(self, session: _Session) -> _Session:
+        """Forget what a former epoch left of a session that is over here."""
+        if isinstance(session.state, resume.Ended):
+            fresh = _Session(name=session.name, state=session.state, run=session.run + 1)
+            fresh.counted = session.counted
+            self._sessions[session.name] = fresh
+            return fresh
+        return session
+
+    def _refusal(self, compat_id: str, scope_id: str, session: _Session, now_ms: int) -> Problem | None:
+        """Return why a session cannot begin here; where it can, the lifecycle counts it from now on."""
+        if compat_id not in self._models:
+            return Problem(INCOMPATIBLE, "compat_id: this instance computes another model")
+        if scope_id not in self._scopes:
+            return Problem(SCOPE_DENIED, "scope_id: this instance does not hold the key of the scope")
+        if session.counted:
+            return None
+        if len(self._sessions) >= self._max_sessions:
+            return Problem(UNAVAILABLE, "the instance has as many sessions as it takes; try another")
+        problem = self._open_session(now_ms)
+        session.counted = problem is None
+        return problem
+
+    def _attach(self, session: _Session, request_id: int, body: OutputRequest, now_ms: int) -> None:
+        state = session.state
+        if isinstance(state, resume.Absent) or body.epoch != state.epoch:
+            problem = Problem(
+                STALE_EPOCH, "epoch: the session is not served here in this epoch; ask its controller"
+            )
+            self._work.emit(refuse(request_id, problem))
+            return
+        if isinstance(state, resume.Ended) and session.gate is None:
+            self._work.emit(refuse(request_id, Problem(NOT_FOUND, "the session is not served here any more")))
+            return
+        if isinstance(state, resume.Loading | resume.NeedsPrompt):
+            session.waiting.append((request_id, body.from_index))
+            self._streams[request_id] = session.name
+            if body.prompt is not None:
+                self._prompt_came(session, request_id, body.prompt, now_ms)
+            elif isinstance(state, resume.NeedsPrompt):
+                self._ask_prompt(session)
+            return
+        self._begin_stream(session, request_id, body.from_index, now_ms)
+
+    def _begin_stream(self, session: _Session, request_id: int, from_index: int, now_ms: int) -> None:
+        self._end_stream(session)
+        session.stream = request_id
+        self._streams[request_id] = session.name
+        self._work.emit(Respond(request_id, lines_response(), streaming=True))
+        self._through_gate(session, output.Attached(from_index), now_ms)
+
+    def _end_stream(self, session: _Session) -> None:
+        """Cut a stream without its end line."""
+        if session.stream is not None:
+            self._work.emit(Send(session.stream, b"", end=True))
+            self._streams.pop(session.stream, None)
+            session.stream = None
+
+    def _prompt_came(self, session: _Session, request_id: int, prompt: tuple[int, ...], now_ms: int) -> None:
+        state = session.state
+        assert isinstance(state, resume.Loading | resume.NeedsPrompt)
+        chain = self._chain(state.checkpoint.compat_id, state.checkpoint.scope_id)
+        keys = tuple(key.hex() for key in chain.feed(prompt))
+        matches = keys == state.checkpoint.prompt_blocks and chain.tail == state.checkpoint.prompt_tail
+        if matches:
+            session.prompt = prompt
+        self._advance(session, resume.PromptReceived(state.epoch, matches), now_ms, request_id=request_id)
+
+    def _ask_prompt(self, session: _Session) -> None:
+        problem = Problem(
+            PRECONDITION_REQUIRED, "prompt: blocks of it are gone; send the prompt tokens again"
+        )
+        for request_id, _ in session.waiting:
+            self._work.emit(refuse(request_id, problem))
+        session.waiting.clear()
+
+    # The session's own machine
+
+    def _advance(
+        self, session: _Session, event: resume.Event, now_ms: int, *, request_id: int | None = None
+    ) -> bool:
+        """Let something happen to a session; return whether a request that led to it was accepted."""
+        compat_id = (
+            event.checkpoint.compat_id if isinstance(event, resume.ResumeReceived) else session.compat_id
+        )
+        model = self._models.get(compat_id)
+        block_tokens = model.block_tokens if model is not None else 1
+        session.state, effects = resume.transition(session.state, event, now_ms, block_tokens=block_tokens)
+        if not isinstance(session.state, resume.Absent):
+            self._sessions[session.name] = session
+        accepted = True
+        for effect in effects:
+            match effect:
+                case resume.Accepted():
+                    if isinstance(event, resume.ResumeReceived) and request_id is not None:
+                        self._work.emit(done(request_id, 202))
+                case resume.Refused(problem):
+                    accepted = False
+                    if request_id is not None:
+                        session.waiting = [w for w in session.waiting if w[0] != request_id]
+                        self._work.emit(refuse(request_id, problem))
+                case resume.AbortEpoch():
+                    self._abort(session, now_ms)
+                case resume.LoadBlocks(epoch):
+                    assert isinstance(event, resume.ResumeReceived)
+                    self._load(session, epoch, event.checkpoint, now_ms)
+                case resume.AskPrompt():
+                    self._ask_prompt(session)
+                case resume.Start(checkpoint=checkpoint, cached_blocks=cached):
+                    self._start(session, checkpoint, cached, now_ms)
+                case resume.GiveUp():
+                    self._work.observe("resumes_given_up")
+                    self._close(session, now_ms)
+        if session.counted and isinstance(session.state, resume.Absent | resume.Ended):
+            self._close(session, now_ms)
+        self._schedule(session)
+        return accepted
+
+    def _chain(self, compat_id: str, scope_id: str, parent: str | None = None) -> BlockKeyChain:
+        start = None if parent is None else bytes.fromhex(parent)
+        return BlockKeyChain(self._scopes[scope_id], self._models[compat_id], parent=start)
+
+    def _load(self, session: _Session, epoch: int, checkpoint: SessionCheckpoint, now_ms: int) -> None:
+        """Load the blocks of a checkpoint, from whoever has them."""
+        session.run += 1
+        session.compat_id, session.scope_id = checkpoint.compat_id, checkpoint.scope_id
+        session.sampler, session.prompt = checkpoint.sampler, None
+        session.gate, session.chain = None, None
+        parent = checkpoint.prompt_blocks[-1] if checkpoint.prompt_blocks else None
+        chain = self._chain(checkpoint.compat_id, checkpoint.scope_id, parent)
+        generated = chain.feed((*checkpoint.prompt_tail, *checkpoint.generated))
+        session.keys = [*checkpoint.prompt_blocks, *(key.hex() for key in generated)]
+        session.chain = chain
+        self._work.observe("migrations")
+        if not session.keys:
+            self._advance(session, resume.BlocksLoaded(epoch, 0), now_ms)
+            return
+        message = PrefetchDirective(
+            directive=self._random_bytes(16).hex(),
+            scope_id=checkpoint.scope_id,
+            compat_id=checkpoint.compat_id,
+            blocks=tuple(PrefetchBlock(block_key=key, sources=()) for key in session.keys),
+            deadline_ms=self._resume_load_ms,
+            lease_ms=self._resume_load_ms,
+        )
+        model = self._models[checkpoint.compat_id]
+        self._loading[message.directive] = (session.name, epoch)
+        submit = prefetch.Submit(
+            directive=message,
+            held=self._loads.held(message),
+            layers=model.layers,
+            block_tokens=model.block_tokens,
+            any_source=True,
+        )
+        self._loads.handle(submit, now_ms)
+
+    def load_ended(self, directive: str, now_ms: int) -> None:
+        """Take note that loads have ended: those of a resume, or a prefetch directive that a session waits
+        for."""
+        name, epoch = self._loading.pop(directive, ("", 0))
+        session = self._sessions.get(name)
+        if session is not None:
+            self._advance(session, resume.BlocksLoaded(epoch, self._leading_held(session)), now_ms)
+            return
+        for name in self._awaited.pop(directive, ()):
+            session = self._sessions.get(name)
+            if session is not None and session.awaits == directive:
+                session.awaits = None
+                self._enqueue(session, now_ms)
+
+    def _name_of(self, session: _Session, index: int) -> BlockName:
+        return BlockName(session.compat_id, session.scope_id, session.keys[index])
+
+    def _leading_held(self, session: _Session) -> int:
+        held = (self._blocks.tier_of(self._name_of(session, index)) for index in range(len(session.keys)))
+        return next((index for index, tier in enumerate(held) if tier is None), len(session.keys))
+
+    # Into the engine
+
+    def _start(
+        self, session: _Session, checkpoint: SessionCheckpoint | None, cached: int, now_ms: int
+    ) -> None:
+        """Start gate and engine. Of a resumed session whose prompt blocks are all here, the prompt is not
+        known."""
+        model = self._models[session.compat_id]
+        generated: tuple[int, ...] = ()
+        if checkpoint is None:
+            assert session.prompt is not None
+            session.run += 1
+            session.chain = self._chain(session.compat_id, session.scope_id)
+            session.keys = [key.hex() for key in session.chain.feed(session.prompt)]
+            session.prompt_keys, session.prompt_tail = tuple(session.keys), session.chain.tail
+            session.tokens, session.known_from = session.prompt, 0
+        else:
+            generated = checkpoint.generated
+            session.prompt_keys, session.prompt_tail = checkpoint.prompt_blocks, checkpoint.prompt_tail
+            prompt_start = len(checkpoint.prompt_blocks) * model.block_tokens
+            session.known_from = prompt_start if session.prompt is None else 0
+            prompt = session.prompt or (*(0,) * prompt_start, *checkpoint.prompt_tail)
+            session.tokens = (*prompt, *generated)
+        assert session.sampler is not None
+        session.gate = output.OutputGate(
+            epoch=session.state.epoch if not isinstance(session.state, resume.Absent) else 0,
+            deterministic=session.sampler.deterministic,
+            prompt_tokens=len(session.tokens) - len(generated),
+            block_tokens=model.block_tokens,
+            generated=generated,
+        )
+        session.imports = cached
+        self._through_gate(session, output.Begin(), now_ms)
+        for request_id, from_index in session.waiting:
+            self._begin_stream(session, request_id, from_index, now_ms)
+        session.waiting.clear()
+        pending = self._prefetches.table.pending_for(session.request_ref) if checkpoint is None else None
+        if pending is not None:
+            self._awaited.setdefault(pending, []).append(session.name)
+            session.awaits = (
+                pending  # PF-4: the prefix that is being loaded is used, at the deadline at the latest
+            )
+        else:
+            self._enqueue(session, now_ms)
+
+    def _enqueue(self, session: _Session, now_ms: int) -> None:
+        self._queue.append((session.name, session.run))
+        self._admit(now_ms)
+
+    def _admit(self, now_ms: int) -> None:
+        """Give waiting sessions the free places of the engine, in the order in which they came."""
+        while self._queue and len(self._sequences) < self._batch_size:
+            name, run = self._queue.popleft()
+            session = self._sessions.get(name)
+            if session is None or session.run != run:
+                continue
+            self._last_sequence += 1
+            session.sequence = self._last_sequence
+            self._sequences[session.sequence] = name
+            most = (len(session.tokens) - 1) // self._models[session.compat_id].block_tokens
+            session.imports = min(self._leading_held(session), most)
+            session.next_read = session.next_import = session.imported = 0
+            for index in range(session.imports):
+                name_of_block = self._name_of(session, index)
+                self._blocks.keep(name_of_block)
+                session.held.append(name_of_block)
+            if session.request_ref is not None:
+                self._prefetches.handle(prefetch.RequestArrived(session.request_ref), now_ms)
+            self._pump(session, now_ms)
+
+    def _pump(self, session: _Session, now_ms: int) -> None:
+        """Read blocks ahead, hand them to the engine in order, and start when all are in."""
+        while session.next_read < min(session.imports, session.next_import + _IMPORTS_AHEAD):
+            name = self._name_of(session, session.next_read)
+            tier = self._blocks.tier_of(name)
+            if tier is None:
+                session.imports = session.next_read
+                break
+            buffer = self._work.new_buffer()
+            job = self._work.job(_ReadFor(session.name, session.run, session.next_read, buffer))
+            self._work.emit(ReadBlock(job, buffer, name, tier))
+            session.next_read += 1
+        while session.next_import < session.imports and session.next_import in session.read:
+            assert session.sequence is not None
+            buffer, size_bytes = session.read.pop(session.next_import)
+            purpose = _ImportFor(session.name, session.run, session.next_import, buffer, size_bytes)
+            job = self._work.job(purpose)
+            self._work.emit(engine.ImportBlock(job, session.sequence, session.next_import, buffer))
+            session.next_import += 1
+        if session.imported >= session.imports and not session.started:
+            self._start_sequence(session, now_ms)
+
+    def _start_sequence(self, session: _Session, now_ms: int) -> None:
+        model, gate = self._models[session.compat_id], session.gate
+        assert session.sequence is not None
+        assert session.sampler is not None
+        assert gate is not None
+        cached = session.imports * model.block_tokens
+        self._release(session)
+        if cached < session.known_from:
+            # A block of the prompt was lost on the way into the engine, and its tokens are not known.
+            self._give_up(session, now_ms)
+            return
+        session.started = True
+        self._work.observe("cached_tokens", cached)
+        self._work.observe("recomputed_tokens", len(session.tokens) - cached)
+        self._work.emit(
+            engine.StartSequence(
+                sequence=session.sequence,
+                tokens=session.tokens,
+                cached_tokens=cached,
+                sampler=attrs.evolve(session.sampler, step=gate.decoded),
+                known_from=session.known_from,
+            )
+        )
+
+    def _release(self, session: _Session) -> None:
+        """Let the blocks go that were kept for the import."""
+        for name in session.held:
+            self._blocks.let_go(name)
+        session.held.clear()
+        for buffer, _ in session.read.values():
+            self._work.free(buffer)
+        session.read.clear()
+
+    # What comes of calls and jobs
+
+    def job_ended(self, purpose: _ReadFor | _ImportFor, item: JobDone | JobFailed, now_ms: int) -> None:
+        """Take in how a read or an import has ended."""
+        session = self._sessions.get(purpose.session)
+        current = session is not None and session.run == purpose.run
+        failed = isinstance(item, JobFailed)
+        if session is None or not current:
+            self._work.free(purpose.buffer)
+            return
+        if isinstance(purpose, _ReadFor):
+            if isinstance(item, JobFailed) or item.header is None:
+                self._work.free(purpose.buffer)
+                self._work.emit(*self._blocks.lost(self._name_of(session, purpose.index), now_ms))
+            elif purpose.index < session.imports:
+                session.read[purpose.index] = purpose.buffer, item.header.size_bytes
+            else:
+                self._work.free(purpose.buffer)
+        else:
+            session.imported += not failed
+            name = self._name_of(session, purpose.index)
+            if failed or not self._copies.copy(
+                session.name, session.run, name, purpose.buffer, purpose.size_bytes
+            ):
+                self._work.free(purpose.buffer)
+        if failed:
+            session.imports = min(session.imports, purpose.index)
+            session.imported = min(session.imported, session.imports)
+        self._pump(session, now_ms)
+
+    def call_ended(self, purpose: CheckpointFor, item: AnswerReceived | CallFailed, now_ms: int) -> None:
+        """Take in how a checkpoint was answered."""
+        session = self._sessions.get(purpose.session)
+        if session is None or session.run != purpose.run or session.gate is None:
+            return
+        event: output.Event = output.CheckpointFailed()
+        if isinstance(item, AnswerReceived):
+            try:
+                found = read_answer(CheckpointRecorded, item.response, item.body)
+            except RemoteProtocolError:
+                found = None
+            if isinstance(found, CheckpointRecorded):
+                event = output.CheckpointAcknowledged(found.epoch, found.output_offset)
+            elif isinstance(found, Problem) and found.status < 500 and found.status not in (408, 429):
+                event = output.CheckpointRefused(found)
+        self._through_gate(session, event, now_ms)
+
+    def engine_event(self, event: engine.EngineEvent, now_ms: int) -> None:
+        """Take in what the engine did."""
+        session = self._sessions.get(self._sequences.get(event.sequence, ""))
+        if session is None or session.sequence != event.sequence or session.gate is None:
+            return
+        match event:
+            case engine.Prefilled():
+                self._work.observe("prefills")
+            case engine.TokensDecoded(_, first_index, tokens):
+                assert session.chain is not None
+                session.keys += [key.hex() for key in session.chain.feed(tokens)]
+                self._through_gate(session, output.Decoded(first_index, tokens), now_ms)
+            case engine.BlockComputed(sequence, index):
+                if index < len(session.keys):
+                    self._copies.export(
+                        session.name, session.run, self._name_of(session, index), sequence, index
+                    )
+            case engine.SequenceEnded(_, reason):
+                self._through_gate(session, output.EngineEnded(reason), now_ms)
+
+    # The gate
+
+    def _through_gate(self, session: _Session, event: output.Event, now_ms: int) -> None:
+        gate = session.gate
+        if gate is None:
+            return
+        for effect in gate.handle(event, now_ms):
+            match effect:
+                case output.SendCheckpoint(offset):
+                    self._send_checkpoint(session, gate, offset)
+                case output.Deliver(first_index, tokens):
+                    if session.stream is not None:
+                        lines = (
+                            encode(OutputToken(index=index, epoch=gate.epoch, token=token)) + b"\n"
+                            for index, token in enumerate(tokens, first_index)
+                        )
+                        self._work.emit(Send(session.stream, b"".join(lines)))
+                case output.DeliverEnd(reason, index):
+                    if session.stream is not None:
+                        line = encode(OutputEnd(end=reason, index=index, epoch=gate.epoch)) + b"\n"
+                        self._work.emit(Send(session.stream, line, end=True))
+                        self._streams.pop(session.stream, None)
+                        session.stream = None
+                        gate.handle(output.Detached(), now_ms)
+                case output.PauseDecoding():
+                    if session.started and session.sequence is not None:
+                        self._work.emit(engine.Pause(session.sequence))
+                case output.ProceedDecoding():
+                    if session.started and session.sequence is not None:
+                        self._work.emit(engine.Proceed(session.sequence))
+                case output.Abandon():
+                    self._give_up(session, now_ms)
+                    return
+        if gate.kind is output.GateKind.ENDED and isinstance(session.state, resume.Serving):
+            self._finish(session, now_ms)
+        self._schedule(session)
+
+    def _send_checkpoint(self, session: _Session, gate: output.OutputGate, offset: int) -> None:
+        assert session.sampler is not None
+        checkpoint = SessionCheckpoint(
+            session=session.name,
+            epoch=gate.epoch,
+            compat_id=session.compat_id,
+            scope_id=session.scope_id,
+            prompt_blocks=session.prompt_keys,
+            prompt_tail=session.prompt_tail,
+            generated=gate.tokens(0, offset),
+            output_offset=offset,
+            sampler=attrs.evolve(session.sampler, step=offset),
+        )
+        self._work.call(
+            self._controller_uri,
+            RecordCheckpoint(session.name),
+            checkpoint,
+            purpose=CheckpointFor(session.name, session.run),
+            timeout_ms=self._call_timeout_ms,
+        )
+
+    # Ends
+
+    def _finish(self, session: _Session, now_ms: int) -> None:
+        """The output is whole: free the engine, and keep the output for a while, for who asks again."""
+        state = session.state
+        assert isinstance(state, resume.Serving)
+        self._copies.close(session.name, session.run)
+        if self._copies.busy(session.name, session.run):
+            session.leaving = True  # Its last blocks have yet to come out of the engine.
+        else:
+            self._leave_engine(session, now_ms)
+        session.forget_at_ms = now_ms + self._kept_ms
+        self._advance(session, resume.SessionEnded(state.epoch), now_ms)
+
+    def _give_up(self, session: _Session, now_ms: int) -> None:
+        """The session is served elsewhere, or not at all: stop without a word."""
+        state = session.state
+        self._abort(session, now_ms)
+        if not isinstance(state, resume.Absent):
+            self._advance(session, resume.SessionEnded(state.epoch), now_ms)
+
+    def _abort(self, session: _Session, now_ms: int) -> None:
+        """Stop everything that is done for a session in its present epoch."""
+        self._copies.abandon(session.name, session.run)
+        session.run += 1
+        session.gate = session.awaits = None
+        self._release(session)
+        self._leave_engine(session, now_ms)
+        self._end_stream(session)
+        problem = Problem(STALE_EPOCH, "the session has gone on in another epoch; ask its controller")
+        for request_id, _ in session.waiting:
+            self._work.emit(refuse(request_id, problem))
+        session.waiting.clear()
+
+    def exported(self, name: str, now_ms: int) -> None:
+        """Take note that a block of a session has come out of the engine, or never will."""
+        session = self._sessions.get(name)
+        if session is not None and session.leaving and not self._copies.busy(name, session.run):
+            self._leave_engine(session, now_ms)
+
+    def _leave_engine(self, session: _Session, now_ms: int) -> None:
+        session.leaving = False
+        if session.sequence is not None:
+            self._work.emit(engine.Abort(session.sequence))
+            del self._sequences[session.sequence]
+            session.sequence, session.started = None, False
+            self._admit(now_ms)
+
+    def _close(self, session: _Session, now_ms: int) -> None:
+        if session.counted:
+            session.counted = False
+            self._close_session(now_ms)
+        if session.forget_at_ms is None:
+            session.forget_at_ms = now_ms + self._kept_ms
+
+    def abort_all(self, now_ms: int) -> None:
+        """Stop every session without a word: a later incarnation of the instance exists (ST-4)."""
+        for session in list(self._sessions.values()):
+            self._give_up(session, now_ms)
+
+    # Streams and time
+
+    def output_ready(self, request_id: int, now_ms: int) -> None:
+        """Take note that a stream has room again."""
+        session = self._sessions.get(self._streams.get(request_id, ""))
+        if session is not None and session.stream == request_id:
+            self._through_gate(session, output.StreamReady(), now_ms)
+
+    def request_ended(self, request_id: int, now_ms: int) -> None:
+        """Take note that a request is gone, answered or not."""
+        session = self._sessions.get(self._streams.pop(request_id, ""))
+        if session is None:
+            return
+        session.waiting = [waiting for waiting in session.waiting if waiting[0] != request_id]
+        if session.stream == request_id:
+            session.stream = None
+            self._through_gate(session, output.Detached(), now_ms)
+
+    def _schedule(self, session: _Session) -> None:
+        """Note when something happens to a session by itself."""
+        dues = [
+            resume.next_deadline_ms(session.state),
+            None if session.gate is None else session.gate.next_deadline_ms(),
+            session.forget_at_ms,
+        ]
+        due_ms = min((due for due in dues if due is not None), default=None)
+        if due_ms != session.due_ms:
+            session.due_ms = due_ms
+            if due_ms is not None:
+                heapq.heappush(self._due, (due_ms, session.name))
+
+    def next_deadline_ms(self) -> int | None:
+        """Return when `time_passed` is next due, or None."""
+        while self._due:
+            due_ms, name = self._due[0]
+            session = self._sessions.get(name)
+            if session is not None and session.due_ms == due_ms:
+                return due_ms
+            heapq.heappop(self._due)
+        return None
+
+    def time_passed(self, now_ms: int) -> None:
+        """Let deadlines that have come take effect."""
+        while (due_ms := self.next_deadline_ms()) is not None and due_ms <= now_ms:
+            session = self._sessions[heapq.heappop(self._due)[1]]
+            session.due_ms = None
+            over = isinstance(session.state, resume.Ended | resume.Absent)
+            if over and session.forget_at_ms is not None and session.forget_at_ms <= now_ms:
+                self._end_stream(session)
+                del self._sessions[session.name]
+                continue
+            self._advance(session, resume.Timer(), now_ms)
+            self._through_gate(session, output.Timer(), now_ms)
+            self._schedule(session)
+            if session.due_ms is not None and session.due_ms <= now_ms:
+                session.due_ms = now_ms + 1
+                heapq.heappush(self._due, (session.due_ms, session.name))

@@ -1,0 +1,403 @@
+"""The shards of an instance: its part in reshards, and attention over the ranges it holds (RS-2, RS-3, RS-5,
+decisions W21 and W32).
+
+For each shard map one member machine (`reshard_member`). What a plan fetches is loaded block by block into
+the tiers here, verified, from the instance that the plan names, and kept there; with the commit it goes into
+the engine, where the range computes in place. The blocks stay in the tiers, so that the next reshard can
+fetch them from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TypeAlias
+
+import attrs
+
+from kvsp_core.answers import json_response
+from kvsp_core.ext_messages import AttendRequest
+from kvsp_core.identity import CompatibilityDescriptor
+from kvsp_core.limits import MAX_INSTANCE_SHARD_MAPS
+from kvsp_core.machines import prefetch
+from kvsp_core.machines import reshard_member as member
+from kvsp_core.machines.prefetch_directive import DirectiveState
+from kvsp_core.machines.reshard_plan import MemberPlan, Plan, Range, Transfer
+from kvsp_core.messages import (
+    PrefetchBlock,
+    PrefetchDirective,
+    ReshardAbort,
+    ReshardCommit,
+    ReshardMessage,
+    ReshardPlan,
+)
+from kvsp_core.problems import BAD_REQUEST, INCOMPATIBLE, NOT_FOUND, SCOPE_DENIED, UNAVAILABLE, Problem
+from kvsp_core.roles import engine
+from kvsp_core.roles.instance_loads import Loads
+from kvsp_core.roles.local_blocks import LocalBlocks
+from kvsp_core.roles.role import BlockName, JobDone, JobFailed, ReadBlock, Respond
+from kvsp_core.roles.serving import done, refuse
+from kvsp_core.roles.work import Work
+
+__all__ = ["Purpose", "Shards"]
+
+
+@attrs.frozen
+class _ReadFor:
+    map_id: str = attrs.field(repr=False)
+    block: int
+    buffer: int
+
+
+@attrs.frozen
+class _LoadFor:
+    map_id: str = attrs.field(repr=False)
+    block: int
+    buffer: int
+
+
+@attrs.frozen
+class _AttendFor:
+    request_id: int
+
+
+Purpose: TypeAlias = _ReadFor | _LoadFor | _AttendFor
+"""What a job of a shard is for."""
+
+
+@attrs.define
+class _Shard:
+    map_id: str
+    state: member.State = attrs.field(factory=member.Outside)
+    compat_id: str = ""
+    scope_id: str = ""
+    keys: tuple[str, ...] = ()
+    waiting: list[int] = attrs.field(factory=list)
+    """Requests that wait for the plan to be loaded."""
+    loading: str | None = None
+    """The directive that loads for the plan."""
+    kept: set[int] = attrs.field(factory=set)
+    """Blocks kept from eviction here."""
+    in_engine: set[int] = attrs.field(factory=set)
+    wanted: set[int] = attrs.field(factory=set)
+    """Blocks that belong in the engine."""
+    counted: bool = False
+
+
+class Shards:
+    """All shards of an instance. Arguments as those of `instance_sessions.Sessions`."""
+
+    def __init__(
+        self,
+        work: Work,
+        blocks: LocalBlocks,
+        loads: Loads,
+        *,
+        base_uri: str,
+        models: Mapping[str, CompatibilityDescriptor],
+        scopes: Collection[str],
+        open_session: Callable[[int], Problem | None],
+        close_session: Callable[[int], None],
+        random_bytes: Callable[[int], bytes],
+        load_ms: int,
+        max_maps: int = MAX_INSTANCE_SHARD_MAPS,
+    ) -> None:
+        self._work = work
+        self._blocks = blocks
+        self._loads = loads
+        self._base_uri = base_uri
+        self._models = models
+        self._scopes = scopes
+        self._open_session = open_session
+        self._close_session = close_session
+        self._random_bytes = random_bytes
+        self._load_ms = load_ms
+        self._max_maps = max_maps
+        self._shards: dict[str, _Shard] = {}
+        self._directives: dict[str, tuple[str, int | None]] = {}  # directive -> map, version of its plan
+        self._due: dict[str, int] = {}  # map -> deadline of its loading
+
+    # Requests
+
+    def reshard(self, request_id: int, message: ReshardMessage, now_ms: int) -> None:
+        """Serve POST reshard: a plan, a commit or an abort."""
+        shard = self._shards.get(message.map)
+        if shard is None:
+            if len(self._shards) >= self._max_maps:
+                full = Problem(UNAVAILABLE, "the instance takes part in as many maps as it can")
+                self._work.emit(refuse(request_id, full))
+                return
+            shard = self._shards[message.map] = _Shard(message.map)
+        match message:
+            case ReshardPlan():
+                problem = self._refusal(shard, message, now_ms)
+                if problem is not None:
+                    self._work.emit(refuse(request_id, problem))
+                    return
+                shard.waiting.append(request_id)
+                self._advance(shard, member.PlanReceived(self._plan(message)), now_ms, request_id, message)
+            case ReshardCommit(commit=version):
+                self._advance(shard, member.CommitReceived(version), now_ms, request_id)
+            case ReshardAbort(abort=version):
+                self._advance(shard, member.AbortReceived(version), now_ms, request_id)
+
+    def _refusal(self, shard: _Shard, plan: ReshardPlan, now_ms: int) -> Problem | None:
+        """Return why a plan cannot be taken for what it is about."""
+        needs = plan.fetch or plan.assign
+        if not needs:
+            return None
+        if plan.compat_id is None or plan.compat_id not in self._models:
+            return Problem(INCOMPATIBLE, "compat_id: this instance computes another model")
+        if plan.scope_id is None or plan.scope_id not in self._scopes:
+            return Problem(SCOPE_DENIED, "scope_id: this instance does not hold the key of the scope")
+        block_tokens = self._models[plan.compat_id].block_tokens
+        for place, entry in enumerate(plan.fetch):
+            first, end = entry.tokens
+            if first % block_tokens or end % block_tokens or end // block_tokens > len(plan.block_keys):
+                return Problem(
+                    BAD_REQUEST, f"fetch[{place}].tokens: expected whole blocks that block_keys names"
+                )
+        if shard.counted:
+            return None
+        problem = self._open_session(now_ms)
+        shard.counted = problem is None
+        return problem
+
+    def _plan(self, message: ReshardPlan) -> Plan:
+        return Plan(
+            version=message.from_,
+            to=message.to,
+            deadline_ms=message.deadline_ms,
+            member=MemberPlan(
+                instance=self._base_uri,
+                retain=message.retain,
+                fetch=tuple(Transfer(entry.tokens, entry.from_) for entry in message.fetch),
+                assign=message.assign,
+                release=message.release,
+            ),
+        )
+
+    def attend(self, request_id: int, map_id: str, body: AttendRequest) -> None:
+        """Serve POST ext/shards/{map}/attend: partial attention over what is held here in that version."""
+        shard = self._shards.get(map_id)
+        if shard is None or isinstance(shard.state, member.Outside):
+            self._work.emit(refuse(request_id, Problem(NOT_FOUND, "no range of this map is held here")))
+            return
+        problem = member.refuse_step(shard.state, body.version)
+        if problem is None and not shard.wanted <= shard.in_engine:
+            problem = Problem(UNAVAILABLE, "the range is still being loaded; try again")
+        if problem is not None:
+            self._work.emit(refuse(request_id, problem))
+            return
+        job = self._work.job(_AttendFor(request_id))
+        self._work.emit(engine.Attend(job, map_id, body.layer, shard.state.ranges, body.queries))
+
+    # The member machine
+
+    def _advance(
+        self,
+        shard: _Shard,
+        event: member.Event,
+        now_ms: int,
+        request_id: int | None = None,
+        message: ReshardPlan | None = None,
+    ) -> None:
+        shard.state, effects = member.transition(shard.state, event, now_ms)
+        for effect in effects:
+            match effect:
+                case member.Answer(problem):
+                    assert request_id is not None
+                    if request_id in shard.waiting:
+                        shard.waiting.remove(request_id)
+                    self._answer(request_id, problem)
+                    if problem is None and message is not None:
+                        self._remember(shard, message)
+                case member.AnswerWaiting(_, problem):
+                    for waiting in [w for w in shard.waiting if w != request_id]:
+                        shard.waiting.remove(waiting)
+                        self._answer(waiting, problem)
+                case member.LoadRanges(version, transfers):
+                    assert message is not None
+                    self._remember(shard, message)
+                    self._load(shard, version, transfers, now_ms)
+                case member.StopLoading():
+                    self._directives.pop(shard.loading or "", None)
+                    shard.loading = None
+                case member.Discard(_, ranges) | member.Release(ranges):
+                    self._drop(shard, ranges)
+                case member.Adopt(_, ranges, _):
+                    self._adopt(shard, ranges, now_ms)
+        due_ms = member.next_deadline_ms(shard.state)
+        if due_ms is None:
+            self._due.pop(shard.map_id, None)
+        else:
+            self._due[shard.map_id] = due_ms
+        if shard.counted and isinstance(shard.state, member.Outside):
+            shard.counted = False
+            self._close_session(now_ms)
+
+    def _answer(self, request_id: int, problem: Problem | None) -> None:
+        self._work.emit(done(request_id, 200) if problem is None else refuse(request_id, problem))
+
+    @staticmethod
+    def _remember(shard: _Shard, message: ReshardPlan) -> None:
+        if message.compat_id is not None and message.scope_id is not None:
+            shard.compat_id, shard.scope_id = message.compat_id, message.scope_id
+        if len(message.block_keys) > len(shard.keys):
+            shard.keys = message.block_keys
+
+    # Blocks of ranges
+
+    def _blocks_of(self, shard: _Shard, ranges: Iterable[Range]) -> list[int]:
+        """Return the complete blocks of ranges that have a key."""
+        model = self._models.get(shard.compat_id)
+        if model is None:
+            return []
+        size = model.block_tokens
+        blocks = (block for first, end in ranges for block in range(-(-first // size), end // size))
+        return [block for block in blocks if block < len(shard.keys)]
+
+    def _name_of(self, shard: _Shard, block: int) -> BlockName:
+        return BlockName(shard.compat_id, shard.scope_id, shard.keys[block])
+
+    def _load(self, shard: _Shard, version: int, transfers: tuple[Transfer, ...], now_ms: int) -> None:
+        sources = {
+            block: transfer.source
+            for transfer in transfers
+            for block in self._blocks_of(shard, (transfer.tokens,))
+        }
+        state = shard.state
+        assert isinstance(state, member.Loading)
+        shard.loading = self._submit(shard, sources, state.plan.deadline_ms, now_ms, version)
+
+    def _submit(
+        self,
+        shard: _Shard,
+        sources: Mapping[int, str | None],
+        duration_ms: int,
+        now_ms: int,
+        version: int | None,
+    ) -> str:
+        model = self._models[shard.compat_id]
+        message = PrefetchDirective(
+            directive=self._random_bytes(16).hex(),
+            scope_id=shard.scope_id,
+            compat_id=shard.compat_id,
+            blocks=tuple(
+                PrefetchBlock(block_key=shard.keys[block], sources=() if source is None else (source,))
+                for block, source in sources.items()
+            ),
+            deadline_ms=duration_ms,
+            lease_ms=duration_ms,
+        )
+        self._directives[message.directive] = (shard.map_id, version)
+        submit = prefetch.Submit(
+            directive=message,
+            held=self._loads.held(message),
+            layers=model.layers,
+            block_tokens=model.block_tokens,
+            any_source=True,
+        )
+        self._loads.handle(submit, now_ms)
+        return message.directive
+
+    def load_ended(self, ended: prefetch.Ended, now_ms: int) -> bool:
+        """Take note that loads have ended, where they were of a shard."""
+        map_id, version = self._directives.pop(ended.directive, ("", None))
+        shard = self._shards.get(map_id)
+        if shard is None:
+            return False
+        if version is None:
+            self._fill(shard)
+        elif ended.state is DirectiveState.COMPLETE and isinstance(shard.state, member.Loading):
+            fetched = (transfer.tokens for transfer in shard.state.plan.member.fetch)
+            self._keep(shard, self._blocks_of(shard, fetched))
+            self._advance(shard, member.Loaded(version), now_ms)
+        else:
+            self._advance(shard, member.LoadFailed(version), now_ms)
+        return True
+
+    def _keep(self, shard: _Shard, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            if block not in shard.kept:
+                shard.kept.add(block)
+                self._blocks.keep(self._name_of(shard, block))
+
+    def _adopt(self, shard: _Shard, ranges: tuple[Range, ...], now_ms: int) -> None:
+        """Bring the blocks of the ranges owned now into the engine; load those that are not here."""
+        blocks = self._blocks_of(shard, ranges)
+        self._keep(shard, blocks)
+        shard.wanted = set(blocks)
+        missing = [b for b in blocks if self._blocks.tier_of(self._name_of(shard, b)) is None]
+        if missing:
+            self._submit(shard, dict.fromkeys(missing), self._load_ms, now_ms, None)
+        self._fill(shard)
+
+    def _fill(self, shard: _Shard) -> None:
+        for block in sorted(shard.wanted - shard.in_engine):
+            name = self._name_of(shard, block)
+            tier = self._blocks.tier_of(name)
+            if tier is not None:
+                buffer = self._work.new_buffer()
+                job = self._work.job(_ReadFor(shard.map_id, block, buffer))
+                self._work.emit(ReadBlock(job, buffer, name, tier))
+
+    def _drop(self, shard: _Shard, ranges: tuple[Range, ...]) -> None:
+        for block in self._blocks_of(shard, ranges):
+            shard.wanted.discard(block)
+            if block in shard.in_engine:
+                shard.in_engine.remove(block)
+                self._work.emit(engine.DropShard(shard.map_id, self._tokens(shard, block)))
+            if block in shard.kept:
+                shard.kept.remove(block)
+                self._blocks.let_go(self._name_of(shard, block))
+
+    def _tokens(self, shard: _Shard, block: int) -> Range:
+        size = self._models[shard.compat_id].block_tokens
+        return block * size, (block + 1) * size
+
+    def job_ended(self, purpose: Purpose, item: JobDone | JobFailed, now_ms: int) -> None:
+        """Take in how a job of a shard has ended."""
+        if isinstance(purpose, _AttendFor):
+            if isinstance(item, JobFailed):
+                problem = Problem(UNAVAILABLE, "the engine failed; try again")
+                self._work.emit(refuse(purpose.request_id, problem))
+            else:
+                response, octets = json_response(item.data)
+                self._work.emit(Respond(purpose.request_id, response, octets))
+            return
+        shard = self._shards[purpose.map_id]
+        if isinstance(purpose, _ReadFor):
+            if isinstance(item, JobFailed) or purpose.block not in shard.wanted:
+                self._work.free(purpose.buffer)
+                if isinstance(item, JobFailed):
+                    self._work.emit(*self._blocks.lost(self._name_of(shard, purpose.block), now_ms))
+                return
+            job = self._work.job(_LoadFor(shard.map_id, purpose.block, purpose.buffer))
+            tokens = self._tokens(shard, purpose.block)
+            self._work.emit(engine.LoadShard(job, shard.map_id, tokens, purpose.buffer))
+            return
+        self._work.free(purpose.buffer)
+        if isinstance(item, JobFailed):
+            self._work.observe("shard_loads_failed")
+        elif purpose.block in shard.wanted:
+            shard.in_engine.add(purpose.block)
+        else:
+            self._work.emit(engine.DropShard(shard.map_id, self._tokens(shard, purpose.block)))
+
+    def request_ended(self, request_id: int) -> None:
+        """Take note that a request is gone."""
+        for map_id in self._due:
+            waiting = self._shards[map_id].waiting
+            if request_id in waiting:
+                waiting.remove(request_id)
+
+    # Time
+
+    def next_deadline_ms(self) -> int | None:
+        """Return when `time_passed` is next due, or None."""
+        return min(self._due.values(), default=None)
+
+    def time_passed(self, now_ms: int) -> None:
+        """Let deadlines that have come take effect."""
+        for map_id in [map_id for map_id, due_ms in self._due.items() if due_ms <= now_ms]:
+            self._advance(self._shards[map_id], member.Timer(), now_ms)
