@@ -2,23 +2,24 @@
 
 `kvsp_h2.http2` makes a server and a client of it. The library ``h2`` keeps the states of the connection and
 its streams, HPACK and the control frames. DATA frames, which carry all that is large, are written and read
-here, under the checks that ``h2`` would make. So is GOAWAY, since ``h2`` allows nothing after it.
+here, under the checks that ``h2`` would make. So are header blocks, for the time it takes ``h2``, and
+GOAWAY, since ``h2`` allows nothing after it.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import OrderedDict, deque
-from typing import ClassVar, Final
+from typing import ClassVar, Final, cast
 
 from h2 import events as h2_events
 from h2.config import H2Configuration
-from h2.connection import H2Connection
+from h2.connection import ConnectionInputs, H2Connection
 from h2.errors import ErrorCodes
-from h2.exceptions import DenialOfServiceError, ProtocolError
+from h2.exceptions import ProtocolError
 from h2.settings import SettingCodes, Settings
-from h2.stream import StreamInputs
-from hpack import HPACKError
+from h2.stream import H2Stream, StreamInputs
+from hpack import HPACKError, OversizedHeaderListError
 
 from kvsp_core.errors import LocalProtocolError
 from kvsp_h2.events import (
@@ -40,6 +41,7 @@ from kvsp_h2.frames import (
     FrameReader,
     data_head,
     goaway,
+    header_frames,
     rst_stream,
     window_update,
 )
@@ -55,17 +57,11 @@ _OUTPUT_BYTES: Final = 256 << 10
 _TURN_BYTES: Final = 64 << 10
 """What one exchange may send before it is the next one's turn."""
 _REMEMBERED: Final = 256
-"""Streams we gave up whose late frames are passed over."""
+"""Streams that are over whose late frames are told from frames that break the protocol."""
 DRAIN_PING: Final = b"drain..."
 _ALIVE_PING: Final = b"alive..."
 _SMALL_INCREMENT: Final = 1024
 _CODES: Final = frozenset(int(code) for code in ErrorCodes)
-
-
-class _Protocol(H2Connection):
-    """The state that ``h2`` keeps, with less memory for streams long gone."""
-
-    MAX_CLOSED_STREAMS = _REMEMBERED
 
 
 class Connection:
@@ -93,7 +89,8 @@ class Connection:
             self._control += window_update(0, limits.connection_window_bytes - _DEFAULT_WINDOW)
         self._events: deque[Event] = deque()
         self._exchanges: dict[int, Exchange] = {}
-        self._given_up: OrderedDict[int, None] = OrderedDict()
+        self._over: OrderedDict[int, bool] = OrderedDict()
+        """The last streams that are over, and whether by a reset: late frames are then expected."""
         self._ready: deque[Exchange] = deque()
         self._starved: list[Exchange] = []
         """Exchanges with output that wait for the window of the connection."""
@@ -117,8 +114,8 @@ class Connection:
         self._last_accepted = HIGHEST_STREAM
         self._stopped = self._ended = self._dropped = False
 
-    def _start_h2(self, limits: WireLimits) -> _Protocol:
-        protocol = _Protocol(
+    def _start_h2(self, limits: WireLimits) -> H2Connection:
+        protocol = H2Connection(
             H2Configuration(
                 client_side=self._CLIENT,
                 header_encoding=False,
@@ -140,10 +137,8 @@ class Connection:
         protocol.max_inbound_frame_size = limits.max_frame_bytes
         protocol.decoder.max_header_list_size = limits.max_header_block_bytes
         protocol.initiate_connection()
-        # More streams than we allow are refused one by one here; h2 would end the connection for it.
-        protocol.local_settings = Settings(
-            client=self._CLIENT, initial_values={**ours, SettingCodes.MAX_CONCURRENT_STREAMS: HIGHEST_STREAM}
-        )
+        opened = ConnectionInputs.SEND_HEADERS if self._CLIENT else ConnectionInputs.RECV_HEADERS
+        protocol.state_machine.process_input(opened)
         return protocol
 
     # What comes in ---------------------------------------------------------------------------------------
@@ -352,7 +347,7 @@ class Connection:
         if self._is_idle(stream_id):
             raise Fault(ErrorCodes.PROTOCOL_ERROR, "DATA on a stream that was never opened")
         self._count_chatter()
-        if stream_id not in self._given_up:
+        if not self._over.get(stream_id):
             self._control += rst_stream(stream_id, ErrorCodes.STREAM_CLOSED)
 
     def _end_body(self, exchange: Exchange) -> None:
@@ -391,30 +386,49 @@ class Connection:
             last, code = int.from_bytes(octets[9:13], "big"), int.from_bytes(octets[13:17], "big")
             self._receive_goaway(last & HIGHEST_STREAM, code)
             return
-        self._check_stream(kind, stream_id)
+        if kind == RST_STREAM and self._is_idle(stream_id):  # h2 lets that pass
+            raise Fault(ErrorCodes.PROTOCOL_ERROR, "RST_STREAM on a stream that was never opened")
         try:
             events = self._h2.receive_data(frame)
         except ProtocolError as error:
             self._h2.clear_outbound_data_buffer()
-            if isinstance(error, DenialOfServiceError):
-                raise Fault(ErrorCodes.ENHANCE_YOUR_CALM, "a header list is too large") from None
-            if isinstance(error.__cause__, HPACKError):
-                raise Fault(ErrorCodes.COMPRESSION_ERROR, "a header block cannot be decoded") from None
             raise Fault(ErrorCodes(error.error_code), "a frame is not as HTTP/2 allows") from None
         for event in events:
             self._receive_event(event)
 
-    def _check_stream(self, kind: int, stream_id: int) -> None:
-        """Refuse what h2 lets pass: frames for streams that were never opened."""
-        if kind == RST_STREAM and self._is_idle(stream_id):
-            raise Fault(ErrorCodes.PROTOCOL_ERROR, "RST_STREAM on a stream that was never opened")
+    def block_arrives(self, stream_id: int, block: bytes, ends: bool) -> None:
+        """Decode a header block, which has to be done whatever its stream is (RFC 9113, 4.3)."""
+        try:
+            headers = cast(HeaderList, self._h2.decoder.decode(block, raw=True))
+        except OversizedHeaderListError:
+            raise Fault(ErrorCodes.ENHANCE_YOUR_CALM, "a header list is too large") from None
+        except HPACKError:
+            raise Fault(ErrorCodes.COMPRESSION_ERROR, "a header block cannot be decoded") from None
+        exchange = self._exchanges.get(stream_id)
+        if exchange is None:
+            self._receive_first_block(stream_id, headers, ends)
+        elif exchange.body_ended:
+            self._abandon(exchange, ErrorCodes.STREAM_CLOSED, "fields came after the end of a message")
+        elif exchange.head_received:
+            self._receive_trailers(exchange, headers, ends)
+        else:
+            self._receive_response_block(exchange, headers, ends)
+
+    def _receive_first_block(self, stream_id: int, headers: HeaderList, ends: bool) -> None:
+        """Take a header block on a stream that has no exchange."""
+        if self._is_idle(stream_id) or stream_id not in self._over:
+            raise Fault(ErrorCodes.PROTOCOL_ERROR, "HEADERS on a stream that they cannot open")
+        if not self._over[stream_id]:
+            raise Fault(ErrorCodes.STREAM_CLOSED, "HEADERS on a stream that has ended")
+        self._count_chatter()
+
+    def _receive_response_block(self, exchange: Exchange, headers: HeaderList, ends: bool) -> None:
+        """Take a header block before the head of the peer's message; servers have none such."""
 
     def _receive_event(self, event: h2_events.Event) -> None:
         match event:
             case h2_events.WindowUpdated():
                 self._receive_window(event.stream_id, event.delta)
-            case h2_events.TrailersReceived():
-                self._receive_trailers(self._exchanges[event.stream_id], event.headers)
             case h2_events.StreamReset():
                 self._receive_reset(event)
             case h2_events.RemoteSettingsChanged():
@@ -446,15 +460,18 @@ class Connection:
         for exchange in self._exchanges.values():
             self._queue(exchange)
 
-    def _receive_trailers(self, exchange: Exchange, headers: HeaderList) -> None:
+    def _receive_trailers(self, exchange: Exchange, headers: HeaderList, ends: bool) -> None:
         """End a body by its trailers; what they say is nobody's business here."""
         try:
             check_trailers(headers)
+            if not ends:
+                raise Malformed("fields came in the middle of a message")
             if exchange.expected is not None and exchange.received != exchange.expected:
                 raise Malformed("a body has not the length its head said")
         except Malformed as error:
             self._abandon(exchange, ErrorCodes.PROTOCOL_ERROR, str(error))
         else:
+            exchange.state.state_machine.process_input(StreamInputs.RECV_END_STREAM)
             self._end_body(exchange)
 
     def _receive_reset(self, event: h2_events.StreamReset) -> None:
@@ -465,10 +482,11 @@ class Connection:
             return
         name = ErrorCodes(event.error_code).name if event.error_code in _CODES else "an unknown code"
         if event.remote_reset:
+            exchange.was_reset = True
             refused = self._CLIENT and event.error_code == ErrorCodes.REFUSED_STREAM
             self._finish(exchange, reason=f"reset by the peer: {name}", unprocessed=refused)
         else:
-            self._remember(exchange.stream_id)
+            exchange.was_reset = True
             self._finish(exchange, reason=f"the peer broke the protocol: {name}")
 
     def _receive_goaway(self, last_stream_id: int, code: int) -> None:
@@ -495,9 +513,18 @@ class Connection:
 
     # Exchanges -------------------------------------------------------------------------------------------
 
-    def _open(self, stream_id: int, *, head_received: bool) -> Exchange:
-        exchange = Exchange(stream_id, self._h2.streams[stream_id], self._limits.stream_window_bytes)
-        exchange.head_received = head_received
+    def _open(self, stream_id: int, sent_or_received: StreamInputs) -> Exchange:
+        """Open a stream, as h2 would, and an exchange on it."""
+        protocol = self._h2
+        stream = H2Stream(
+            stream_id,
+            protocol.config,
+            protocol.local_settings.initial_window_size,
+            protocol.remote_settings.initial_window_size,
+        )
+        stream.state_machine.process_input(sent_or_received)
+        protocol.streams[stream_id] = stream
+        exchange = Exchange(stream_id, stream, self._limits.stream_window_bytes)
         self._exchanges[stream_id] = exchange
         heapq.heappush(self._looks, (self._now_ms + self._limits.idle_body_ms, stream_id))
         return exchange
@@ -508,11 +535,15 @@ class Connection:
             return stream_id > self._h2.highest_outbound_stream_id
         return stream_id > self._h2.highest_inbound_stream_id
 
-    def _head_sent(self, exchange: Exchange, *, end: bool) -> None:
-        """Note that h2 has the head of our message, and that nothing follows it where `end` is true."""
-        self._control += self._h2.data_to_send()
+    def _send_head(self, exchange: Exchange, headers: HeaderList, *, end: bool) -> None:
+        """Send the head of our message; nothing follows it where `end` is true."""
+        protocol = self._h2
+        block = protocol.encoder.encode(headers)
+        self._control += header_frames(exchange.stream_id, block, protocol.max_outbound_frame_size, end=end)
         exchange.head_sent = True
         exchange.out_end = exchange.out_ended = end
+        if end:
+            exchange.state.state_machine.process_input(StreamInputs.SEND_END_STREAM)
 
     def _output_ended(self, exchange: Exchange) -> None:
         """Note that the last octet of our message is in its frame."""
@@ -527,12 +558,7 @@ class Connection:
     def _reset_stream(self, exchange: Exchange, code: ErrorCodes) -> None:
         exchange.state.state_machine.process_input(StreamInputs.SEND_RST_STREAM)
         self._control += rst_stream(exchange.stream_id, code)
-        self._remember(exchange.stream_id)
-
-    def _remember(self, stream_id: int) -> None:
-        self._given_up[stream_id] = None
-        if len(self._given_up) > _REMEMBERED:
-            self._given_up.popitem(last=False)
+        exchange.was_reset = True
 
     def _finish(
         self, exchange: Exchange, *, complete: bool = False, reason: str = "", unprocessed: bool = False
@@ -545,6 +571,10 @@ class Connection:
 
     def _forget(self, exchange: Exchange) -> None:
         del self._exchanges[exchange.stream_id]
+        del self._h2.streams[exchange.stream_id]
+        self._over[exchange.stream_id] = exchange.was_reset
+        if len(self._over) > _REMEMBERED:
+            self._over.popitem(last=False)
         exchange.gone = True
         exchange.out.clear()
         exchange.out_bytes = 0

@@ -54,6 +54,7 @@ class Exchange:
         "unacknowledged",
         "untold",
         "wants_continue",
+        "was_reset",
         "window",
     )
 
@@ -65,6 +66,7 @@ class Exchange:
         """Whether it is over; calls for it do nothing any more."""
         self.untold = False
         """Whether nobody was told of it: it was refused here."""
+        self.was_reset = False
         # What comes in: octets the peer may still send, octets that count but were not acknowledged,
         # octets acknowledged that the peer was not told of.
         self.window = window

@@ -29,6 +29,7 @@ __all__ = [
     "FrameReceiver",
     "data_head",
     "goaway",
+    "header_frames",
     "rst_stream",
     "window_update",
 ]
@@ -42,6 +43,7 @@ END_STREAM: Final = 0x1
 ACK: Final = 0x1
 END_HEADERS: Final = 0x4
 PADDED: Final = 0x8
+HAS_PRIORITY: Final = 0x20
 
 _HEAD: Final = struct.Struct(">HBBBL")
 _WINDOW_UPDATE: Final = struct.Struct(">HBBBLL")
@@ -54,6 +56,17 @@ _ON_CONNECTION: Final = frozenset((SETTINGS, PING, GOAWAY))
 def data_head(stream_id: int, length: int, ends: bool) -> bytes:
     """Return the nine octets before the payload of a DATA frame."""
     return _HEAD.pack(length >> 8, length & 255, DATA, ends, stream_id)
+
+
+def header_frames(stream_id: int, block: bytes, largest: int, *, end: bool) -> bytes:
+    """Return a header block as HEADERS and, where it is larger than a frame may be, CONTINUATION frames."""
+    pieces = [block[at : at + largest] for at in range(0, len(block), largest)] or [b""]
+    frames = []
+    for number, piece in enumerate(pieces):
+        kind = CONTINUATION if number else HEADERS
+        flags = (END_HEADERS if number == len(pieces) - 1 else 0) | (END_STREAM if end and not number else 0)
+        frames += [_HEAD.pack(len(piece) >> 8, len(piece) & 255, kind, flags, stream_id), piece]
+    return b"".join(frames)
 
 
 def window_update(stream_id: int, increment: int) -> bytes:
@@ -95,8 +108,11 @@ class FrameReceiver(Protocol):
     def data_ends(self) -> None:
         """The DATA frame is complete."""
 
+    def block_arrives(self, stream_id: int, block: bytes, ends: bool) -> None:
+        """A header block of HEADERS and CONTINUATION frames is complete."""
+
     def frame_arrives(self, kind: int, stream_id: int, frame: Buffer) -> None:
-        """A frame other than DATA is complete; `frame` is all of it."""
+        """Any other frame is complete; `frame` is all of it."""
 
     def frame_skipped(self) -> None:
         """A frame that means nothing to us has come and is being skipped."""
@@ -115,6 +131,8 @@ class FrameReader:
         self._in_data = False
         self._data_left = self._skip_left = 0
         self._block_stream = self._block_frames = self._block_bytes = 0
+        self._block: list[bytes] = []
+        self._block_ends = False
         self._started = self._stopped = False
 
     def stop(self) -> None:
@@ -166,8 +184,26 @@ class FrameReader:
             return self._begin_data(frame)
         if self._skip_left or wanted < HEAD_BYTES:
             return HEAD_BYTES
-        self._receiver.frame_arrives(self._kind, self._stream_id, frame)
+        if self._kind in (HEADERS, CONTINUATION):
+            self._add_to_block(frame)
+        else:
+            self._receiver.frame_arrives(self._kind, self._stream_id, frame)
         return wanted
+
+    def _add_to_block(self, frame: memoryview) -> None:
+        """Take a HEADERS or CONTINUATION frame; tell of the header block once it is complete."""
+        flags = frame[4]
+        if self._kind == HEADERS:
+            self._block_ends = bool(flags & END_STREAM)
+            fragment = _without_extras(frame[HEAD_BYTES:], flags)
+        else:
+            fragment = frame[HEAD_BYTES:]
+        if flags & END_HEADERS:
+            block = b"".join((*self._block, fragment))
+            self._block.clear()
+            self._receiver.block_arrives(self._stream_id, block, self._block_ends)
+        else:
+            self._block.append(bytes(fragment))
 
     def _begin(self, octets: Buffer, at: int) -> int:
         """Check the head of a frame; return how many octets of it, head included, are needed to go on."""
@@ -258,3 +294,14 @@ class FrameReader:
             self._in_data = False
             self._receiver.data_ends()
         return at + take
+
+
+def _without_extras(payload: memoryview, flags: int) -> memoryview:
+    """Return the header block fragment in the payload of a HEADERS frame (RFC 9113, 6.2)."""
+    start = bool(flags & PADDED) + 5 * bool(flags & HAS_PRIORITY)
+    if payload.nbytes < start:
+        raise Fault(ErrorCodes.FRAME_SIZE_ERROR, "HEADERS have no room for padding or priority")
+    end = payload.nbytes - (payload[0] if flags & PADDED else 0)
+    if end < start:
+        raise Fault(ErrorCodes.PROTOCOL_ERROR, "padding is longer than its frame")
+    return payload[start:end]

@@ -11,8 +11,8 @@ from typing import ClassVar, Final
 from urllib.parse import urlsplit
 
 import attrs
-from h2 import events as h2_events
 from h2.errors import ErrorCodes
+from h2.stream import StreamInputs
 from hpack import NeverIndexedHeaderTuple
 
 from kvsp_core.answers import problem_response
@@ -41,7 +41,7 @@ from kvsp_h2.events import (
 )
 from kvsp_h2.exchange import Exchange
 from kvsp_h2.fields import HeaderList, Malformed, RequestHead, list_bytes, request_head, response_head
-from kvsp_h2.frames import HEADERS, PREFACE, Buffer, Fault, goaway
+from kvsp_h2.frames import PREFACE, Buffer, Fault, goaway, header_frames
 from kvsp_h2.limits import WireLimits
 
 __all__ = [
@@ -63,6 +63,7 @@ __all__ = [
 
 _DRAIN_PING_MS: Final = 1000
 """Time for a client to learn that a server is going away, before it is held to it."""
+_FRAME_BYTES: Final = 16_384
 _DEFAULT_LIMITS: Final = WireLimits()
 _ASSUMED_STREAMS: Final = 100
 """Requests at a time until the server has said how many it allows."""
@@ -105,8 +106,8 @@ class ServerConnection(Connection):
         exchange = self._exchanges.get(stream_id)
         if exchange is not None and exchange.wants_continue and not exchange.head_sent:
             exchange.wants_continue = False
-            self._h2.send_headers(stream_id, [(b":status", b"100")])
-            self._control += self._h2.data_to_send()
+            block = self._h2.encoder.encode([(b":status", b"100")])
+            self._control += header_frames(stream_id, block, _FRAME_BYTES, end=False)
 
     def respond(self, stream_id: int, response: Response, body: Buffer = b"", *, end: bool = True) -> bool:
         """Answer a request; where `end` is false, more of the body follows by `send_data`.
@@ -125,8 +126,8 @@ class ServerConnection(Connection):
         ends = bodiless or (end and not len(body))
         headers: HeaderList = [(b":status", b"%d" % response.status)]
         headers += response_fields(response)
-        self._h2.send_headers(stream_id, _guarded(headers), end_stream=ends)
-        self._head_sent(exchange, end=ends)
+        exchange.state.state_machine.process_input(StreamInputs.SEND_HEADERS)
+        self._send_head(exchange, _guarded(headers), end=ends)
         if ends:
             self._finish_answer(exchange)
             return True
@@ -153,18 +154,22 @@ class ServerConnection(Connection):
             self._greeting = b""
         return view[count:]
 
-    def _receive_event(self, event: h2_events.Event) -> None:
-        if isinstance(event, h2_events.RequestReceived):
-            self._receive_request(event.stream_id, event.headers, event.stream_ended is not None)
-        else:
-            super()._receive_event(event)
-
-    def _receive_request(self, stream_id: int, headers: HeaderList, ended: bool) -> None:
-        exchange = self._open(stream_id, head_received=True)
-        exchange.body_ended = ended
+    def _receive_first_block(self, stream_id: int, headers: HeaderList, ends: bool) -> None:
+        if stream_id % 2 == 0 or stream_id <= self._h2.highest_inbound_stream_id:
+            super()._receive_first_block(stream_id, headers, ends)
+            return
+        self._h2.highest_inbound_stream_id = stream_id
+        exchange = self._open(stream_id, StreamInputs.RECV_HEADERS)
+        exchange.head_received = True
+        exchange.body_ended = ends
+        if ends:
+            exchange.state.state_machine.process_input(StreamInputs.RECV_END_STREAM)
         if len(self._exchanges) > self._limits.max_streams or stream_id > self._last_accepted:
             self._turn_away(exchange, ErrorCodes.REFUSED_STREAM)
             return
+        self._receive_request(exchange, headers, ends)
+
+    def _receive_request(self, exchange: Exchange, headers: HeaderList, ended: bool) -> None:
         try:
             head = request_head(headers)
             exchange.method = head.method
@@ -177,7 +182,7 @@ class ServerConnection(Connection):
             return
         exchange.expected = request.content_length
         exchange.wants_continue = head.expects_continue and not ended
-        self._events.append(RequestReceived(stream_id, request, ended))
+        self._events.append(RequestReceived(exchange.stream_id, request, ended))
 
     def _understand(self, head: RequestHead, size_bytes: int, ended: bool) -> tuple[Request | None, Problem]:
         """Return a request, or the problem with it that needs no role."""
@@ -267,44 +272,33 @@ class ClientConnection(Connection):
             headers.append((b"expect", b"100-continue"))
         ends = end and not len(body)
         stream_id = self._h2.get_next_available_stream_id()
-        self._h2.send_headers(stream_id, _guarded(headers), end_stream=ends)
-        exchange = self._open(stream_id, head_received=False)
+        self._h2.highest_outbound_stream_id = stream_id
+        exchange = self._open(stream_id, StreamInputs.SEND_HEADERS)
         exchange.method = request.method
-        self._head_sent(exchange, end=ends)
+        self._send_head(exchange, _guarded(headers), end=ends)
         if not ends:
             self.send_data(stream_id, body, end=end)
         return stream_id
 
-    def _check_stream(self, kind: int, stream_id: int) -> None:
-        if kind == HEADERS and (stream_id % 2 == 0 or self._is_idle(stream_id)):
-            raise Fault(ErrorCodes.PROTOCOL_ERROR, "HEADERS on a stream that we did not open")
-        super()._check_stream(kind, stream_id)
-
-    def _receive_event(self, event: h2_events.Event) -> None:
-        if isinstance(event, h2_events.ResponseReceived | h2_events.InformationalResponseReceived):
-            exchange = self._exchanges.get(event.stream_id)
-            if exchange is None:
-                return
-            ended = isinstance(event, h2_events.ResponseReceived) and event.stream_ended is not None
-            try:
-                self._receive_response(exchange, event.headers, ended)
-            except (Malformed, RemoteProtocolError) as error:
-                self._abandon(exchange, ErrorCodes.PROTOCOL_ERROR, f"a malformed response: {error}")
-        else:
-            super()._receive_event(event)
+    def _receive_response_block(self, exchange: Exchange, headers: HeaderList, ends: bool) -> None:
+        try:
+            self._receive_response(exchange, headers, ends)
+        except (Malformed, RemoteProtocolError) as error:
+            self._abandon(exchange, ErrorCodes.PROTOCOL_ERROR, f"a malformed response: {error}")
 
     def _receive_response(self, exchange: Exchange, headers: HeaderList, ended: bool) -> None:
         status, fields = response_head(headers)
         if list_bytes(headers) > self._limits.max_header_list_bytes:
             raise Malformed("its header list is larger than we allow")
         if status < 200:
-            if status == 101:
-                raise Malformed("HTTP/2 has no status 101")
+            if status == 101 or ended:
+                raise Malformed("HTTP/2 has no status 101, and no response ends with a status below 200")
             if status == 100:
                 self._events.append(ContinueReceived(exchange.stream_id))
             return
         response = response_from_fields(status, fields, has_body=True)
         exchange.head_received = True
+        exchange.state.state_machine.process_input(StreamInputs.RECV_HEADERS)
         bodiless = exchange.method == "HEAD" or status in _BODILESS
         exchange.expected = 0 if bodiless else response.content_length
         if ended and exchange.expected:
@@ -314,6 +308,7 @@ class ClientConnection(Connection):
         self._events.append(ResponseReceived(exchange.stream_id, response, ended))
         if ended:
             exchange.body_ended = True
+            exchange.state.state_machine.process_input(StreamInputs.RECV_END_STREAM)
             self._finish_response(exchange)
 
     def _end_body(self, exchange: Exchange) -> None:
