@@ -15,6 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from exchanges import exchanges
+
 HERE = Path(__file__).resolve().parent
 
 PUBLISHED: dict[str, Any] = {
@@ -566,6 +568,7 @@ def main() -> int:
         "containers.json": {"valid": valid_containers(), "invalid": invalid_containers()},
         "components.json": components(),
         "records.json": records(),
+        "exchanges.json": exchanges(),
     }
     stale = []
     for name, content in made.items():
