@@ -389,8 +389,7 @@ class Instance:
             loads.completed(purpose, item, now_ms)
             return
         assert not isinstance(item, BlockReceived)
-        if isinstance(purpose, instance_sessions.Purpose):
-            assert isinstance(purpose, instance_sessions.CheckpointFor)
+        if isinstance(purpose, instance_sessions.CheckpointFor):
             self._sessions.call_ended(purpose, item, now_ms)
         elif isinstance(purpose, instance_copies.Purpose):
             self._copies.call_ended(purpose, item, now_ms)

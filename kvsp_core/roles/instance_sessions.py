@@ -11,7 +11,6 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Final, TypeAlias
 
 import attrs
 
@@ -35,8 +34,9 @@ from kvsp_core.problems import (
 )
 from kvsp_core.records import Sampler, SessionCheckpoint
 from kvsp_core.resources import RecordCheckpoint
-from kvsp_core.roles import engine
+from kvsp_core.roles import engine, instance_imports
 from kvsp_core.roles.instance_copies import Copies
+from kvsp_core.roles.instance_imports import Imports
 from kvsp_core.roles.instance_loads import Loads
 from kvsp_core.roles.local_blocks import LocalBlocks
 from kvsp_core.roles.role import (
@@ -45,47 +45,22 @@ from kvsp_core.roles.role import (
     CallFailed,
     JobDone,
     JobFailed,
-    ReadBlock,
     Respond,
     Send,
 )
 from kvsp_core.roles.serving import done, refuse
 from kvsp_core.roles.work import Work
 
-__all__ = ["CheckpointFor", "Purpose", "Sessions"]
-
-_IMPORTS_AHEAD: Final = 4
-"""Blocks of a session that are read from tiers at a time, on their way into the engine."""
+__all__ = ["CheckpointFor", "Sessions"]
 
 
 @attrs.frozen
 class CheckpointFor:
-    """A checkpoint under way."""
+    """A checkpoint under way. `run` numbers the attempts to serve the session: what is of a former one is
+    over."""
 
     session: str = attrs.field(repr=False)
     run: int
-
-
-@attrs.frozen
-class _ReadFor:
-    session: str = attrs.field(repr=False)
-    run: int
-    index: int
-    buffer: int
-
-
-@attrs.frozen
-class _ImportFor:
-    session: str = attrs.field(repr=False)
-    run: int
-    index: int
-    buffer: int
-    size_bytes: int
-
-
-Purpose: TypeAlias = CheckpointFor | _ReadFor | _ImportFor
-"""What a call or job of a session is for. `run` numbers the attempts to serve it: what is of a former one is
-over."""
 
 
 @attrs.define(kw_only=True)
@@ -112,14 +87,6 @@ class _Session:
     started: bool = False
     leaving: bool = False
     """Whether it leaves the engine as soon as its blocks have."""
-    imports: int = 0
-    next_read: int = 0
-    next_import: int = 0
-    imported: int = 0
-    read: dict[int, tuple[int, int]] = attrs.field(factory=dict)
-    """Blocks read and not yet handed to the engine: index -> buffer, octets."""
-    held: list[BlockName] = attrs.field(factory=list)
-    """Blocks kept from eviction until they are imported."""
     awaits: str | None = None
     """The prefetch directive whose end it waits for."""
     stream: int | None = None
@@ -163,6 +130,7 @@ class Sessions:
         self._loads = loads
         self._prefetches = prefetches
         self._copies = copies
+        self._imports = Imports(work, blocks, copies)
         self._controller_uri = controller_uri
         self._models = models
         self._scopes = scopes
@@ -339,8 +307,8 @@ class Sessions:
                     self._load(session, epoch, event.checkpoint, now_ms)
                 case resume.AskPrompt():
                     self._ask_prompt(session)
-                case resume.Start(checkpoint=checkpoint, cached_blocks=cached):
-                    self._start(session, checkpoint, cached, now_ms)
+                case resume.Start(checkpoint=checkpoint):
+                    self._start(session, checkpoint, now_ms)
                 case resume.GiveUp():
                     self._work.observe("resumes_given_up")
                     self._close(session, now_ms)
@@ -410,9 +378,7 @@ class Sessions:
 
     # Into the engine
 
-    def _start(
-        self, session: _Session, checkpoint: SessionCheckpoint | None, cached: int, now_ms: int
-    ) -> None:
+    def _start(self, session: _Session, checkpoint: SessionCheckpoint | None, now_ms: int) -> None:
         """Start gate and engine. Of a resumed session whose prompt blocks are all here, the prompt is not
         known."""
         model = self._models[session.compat_id]
@@ -439,7 +405,6 @@ class Sessions:
             block_tokens=model.block_tokens,
             generated=generated,
         )
-        session.imports = cached
         self._through_gate(session, output.Begin(), now_ms)
         for request_id, from_index in session.waiting:
             self._begin_stream(session, request_id, from_index, now_ms)
@@ -468,45 +433,26 @@ class Sessions:
             session.sequence = self._last_sequence
             self._sequences[session.sequence] = name
             most = (len(session.tokens) - 1) // self._models[session.compat_id].block_tokens
-            session.imports = min(self._leading_held(session), most)
-            session.next_read = session.next_import = session.imported = 0
-            for index in range(session.imports):
-                name_of_block = self._name_of(session, index)
-                self._blocks.keep(name_of_block)
-                session.held.append(name_of_block)
+            count = min(self._leading_held(session), most)
+            names = tuple(self._name_of(session, index) for index in range(count))
+            self._imports.begin((name, run), session.sequence, names)
             if session.request_ref is not None:
                 self._prefetches.handle(prefetch.RequestArrived(session.request_ref), now_ms)
-            self._pump(session, now_ms)
+        self._start_imported(now_ms)
 
-    def _pump(self, session: _Session, now_ms: int) -> None:
-        """Read blocks ahead, hand them to the engine in order, and start when all are in."""
-        while session.next_read < min(session.imports, session.next_import + _IMPORTS_AHEAD):
-            name = self._name_of(session, session.next_read)
-            tier = self._blocks.tier_of(name)
-            if tier is None:
-                session.imports = session.next_read
-                break
-            buffer = self._work.new_buffer()
-            job = self._work.job(_ReadFor(session.name, session.run, session.next_read, buffer))
-            self._work.emit(ReadBlock(job, buffer, name, tier))
-            session.next_read += 1
-        while session.next_import < session.imports and session.next_import in session.read:
-            assert session.sequence is not None
-            buffer, size_bytes = session.read.pop(session.next_import)
-            purpose = _ImportFor(session.name, session.run, session.next_import, buffer, size_bytes)
-            job = self._work.job(purpose)
-            self._work.emit(engine.ImportBlock(job, session.sequence, session.next_import, buffer))
-            session.next_import += 1
-        if session.imported >= session.imports and not session.started:
-            self._start_sequence(session, now_ms)
+    def _start_imported(self, now_ms: int) -> None:
+        """Start the sequences whose blocks are in the engine."""
+        for (name, run), count in self._imports.take_done():
+            session = self._sessions.get(name)
+            if session is not None and session.run == run:
+                self._start_sequence(session, count, now_ms)
 
-    def _start_sequence(self, session: _Session, now_ms: int) -> None:
+    def _start_sequence(self, session: _Session, blocks: int, now_ms: int) -> None:
         model, gate = self._models[session.compat_id], session.gate
         assert session.sequence is not None
         assert session.sampler is not None
         assert gate is not None
-        cached = session.imports * model.block_tokens
-        self._release(session)
+        cached = blocks * model.block_tokens
         if cached < session.known_from:
             # A block of the prompt was lost on the way into the engine, and its tokens are not known.
             self._give_up(session, now_ms)
@@ -524,44 +470,12 @@ class Sessions:
             )
         )
 
-    def _release(self, session: _Session) -> None:
-        """Let the blocks go that were kept for the import."""
-        for name in session.held:
-            self._blocks.let_go(name)
-        session.held.clear()
-        for buffer, _ in session.read.values():
-            self._work.free(buffer)
-        session.read.clear()
-
     # What comes of calls and jobs
 
-    def job_ended(self, purpose: _ReadFor | _ImportFor, item: JobDone | JobFailed, now_ms: int) -> None:
+    def job_ended(self, purpose: instance_imports.Purpose, item: JobDone | JobFailed, now_ms: int) -> None:
         """Take in how a read or an import has ended."""
-        session = self._sessions.get(purpose.session)
-        current = session is not None and session.run == purpose.run
-        failed = isinstance(item, JobFailed)
-        if session is None or not current:
-            self._work.free(purpose.buffer)
-            return
-        if isinstance(purpose, _ReadFor):
-            if isinstance(item, JobFailed) or item.header is None:
-                self._work.free(purpose.buffer)
-                self._work.emit(*self._blocks.lost(self._name_of(session, purpose.index), now_ms))
-            elif purpose.index < session.imports:
-                session.read[purpose.index] = purpose.buffer, item.header.size_bytes
-            else:
-                self._work.free(purpose.buffer)
-        else:
-            session.imported += not failed
-            name = self._name_of(session, purpose.index)
-            if failed or not self._copies.copy(
-                session.name, session.run, name, purpose.buffer, purpose.size_bytes
-            ):
-                self._work.free(purpose.buffer)
-        if failed:
-            session.imports = min(session.imports, purpose.index)
-            session.imported = min(session.imported, session.imports)
-        self._pump(session, now_ms)
+        self._imports.job_ended(purpose, item, now_ms)
+        self._start_imported(now_ms)
 
     def call_ended(self, purpose: CheckpointFor, item: AnswerReceived | CallFailed, now_ms: int) -> None:
         """Take in how a checkpoint was answered."""
@@ -682,9 +596,9 @@ class Sessions:
     def _abort(self, session: _Session, now_ms: int) -> None:
         """Stop everything that is done for a session in its present epoch."""
         self._copies.abandon(session.name, session.run)
+        self._imports.abandon((session.name, session.run))
         session.run += 1
         session.gate = session.awaits = None
-        self._release(session)
         self._leave_engine(session, now_ms)
         self._end_stream(session)
         problem = Problem(STALE_EPOCH, "the session has gone on in another epoch; ask its controller")
