@@ -18,17 +18,22 @@ COMMANDS: Final = {
     "backup": "kvsp_services.cli.storage:backup",
     "compat": "kvsp_services.cli.values:compat",
     "drain": "kvsp_services.cli.operator:drain",
+    "get": "kvsp_services.cli.data:get",
     "index": "kvsp_services.cli.operator:index",
     "inspect": "kvsp_services.cli.values:inspect",
     "keys": "kvsp_services.cli.values:keys",
+    "lease": "kvsp_services.cli.data:lease",
     "leases": "kvsp_services.cli.operator:leases",
+    "lookup": "kvsp_services.cli.data:lookup",
     "pki": "kvsp_services.cli.pki:pki",
     "purge": "kvsp_services.cli.storage:purge",
+    "put": "kvsp_services.cli.data:put",
     "scope": "kvsp_services.cli.values:scope",
+    "serve": "kvsp_services.cli.serve:serve",
     "sessions": "kvsp_services.cli.operator:sessions",
     "status": "kvsp_services.cli.operator:status",
+    "top": "kvsp_services.cli.top:top",
     "wake": "kvsp_services.cli.operator:wake",
-    "serve": "kvsp_services.cli.serve:serve",
 }
 """The commands of this package. A module is imported when its command is asked for, so that ``kvsp``
 starts fast."""

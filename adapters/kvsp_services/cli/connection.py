@@ -23,15 +23,20 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 def with_credentials(command: F) -> F:
     """Give a command the options for its certificate; it gets them as `credentials`."""
 
-    def called(*, certificate: Path, key: Path | None, authorities: Path | None, **others: Any) -> Any:
+    def called(
+        *, certificate: Path, private_key: Path | None, authorities: Path | None, **others: Any
+    ) -> Any:
         beside = authorities or certificate.with_name("ca.pem")
         return command(
-            credentials=Credentials(certificate, key or certificate.with_suffix(".key"), beside), **others
+            credentials=Credentials(certificate, private_key or certificate.with_suffix(".key"), beside),
+            **others,
         )
 
     options = (
         click.option("--certificate", type=_FILE, envvar="KVSP_CERTIFICATE", required=True, help="PEM file."),
-        click.option("--key", type=_FILE, envvar="KVSP_KEY", help="PEM file. Default: .key beside it."),
+        click.option(
+            "--private-key", type=_FILE, envvar="KVSP_PRIVATE_KEY", help="PEM file. Default: .key beside it."
+        ),
         click.option(
             "--authorities",
             type=_FILE,

@@ -18,20 +18,22 @@ from kvsp_core.registries import INITIAL_REGISTRIES
 from kvsp_services.files import read_scope
 from kvsp_services.model_dir import descriptor_of_directory
 
-__all__ = ["compat", "inspect", "keys", "scope"]
+__all__ = ["compat", "inspect", "keys", "read_descriptor", "read_tokens", "scope"]
 
 _DOCUMENT = click.File("rb")
 _EXISTING = click.Path(exists=True, path_type=Path)
 
 
-def _read_descriptor(file: BinaryIO) -> CompatibilityDescriptor:
+def read_descriptor(file: BinaryIO) -> CompatibilityDescriptor:
+    """Return the descriptor in a file; an error names the file."""
     try:
         return CompatibilityDescriptor.from_json(file.read())
     except KVSPError as error:
         raise LocalProtocolError(f"{file.name}: {error}") from None
 
 
-def _read_tokens(file: BinaryIO) -> list[int]:
+def read_tokens(file: BinaryIO) -> list[int]:
+    """Return the tokens in a file; an error names the file."""
     try:
         tokens = json.load(file)
     except (ValueError, RecursionError) as error:
@@ -68,7 +70,7 @@ def compat(descriptor: BinaryIO | None, model_dir: Path | None, **given: Any) ->
     if chosen:
         raise click.UsageError(f"--{next(iter(chosen)).replace('_', '-')} goes with --model-dir.")
     assert descriptor is not None
-    click.echo(_read_descriptor(descriptor).compat_id)
+    click.echo(read_descriptor(descriptor).compat_id)
 
 
 @click.command()
@@ -86,8 +88,8 @@ def scope(scope_key_file: Path) -> None:
 @click.option("--tokens", type=_DOCUMENT, required=True, help="A JSON array of tokens; - for standard input.")
 def keys(descriptor: BinaryIO, scope_key_file: Path, tokens: BinaryIO) -> None:
     """Print the block keys of a sequence of tokens, one a line; incomplete last blocks have none."""
-    members = _read_descriptor(descriptor)
-    found, _ = block_keys(read_scope(scope_key_file), members, _read_tokens(tokens))
+    members = read_descriptor(descriptor)
+    found, _ = block_keys(read_scope(scope_key_file), members, read_tokens(tokens))
     click.echo("".join(f"{key.hex()}\n" for key in found), nl=False)
 
 

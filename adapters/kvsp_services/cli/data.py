@@ -1,0 +1,135 @@
+"""``kvsp lookup``, ``get``, ``put`` and ``lease``: the data side, from a shell."""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+import click
+
+from kvsp_core.block_keys import block_keys
+from kvsp_core.errors import LocalProtocolError
+from kvsp_core.messages import LeaseGranted, LeaseRequest, LookupAnswer, LookupRequest
+from kvsp_core.resources import CreateLease, GetBlock, Lookup, StoreBlock
+from kvsp_h2 import Credentials
+from kvsp_services.asking import AskError, ask, ask_for, expect_success
+from kvsp_services.cli.connection import as_json_option, show_json, show_table, with_credentials
+from kvsp_services.cli.values import read_descriptor, read_tokens
+from kvsp_services.files import read_scope
+
+__all__ = ["get", "lease", "lookup", "put"]
+
+_FILE = click.Path(exists=True, path_type=Path)
+_descriptor = click.option("--descriptor", type=click.File("rb"), required=True, help="A JSON file.")
+_scope_key = click.option(
+    "--scope-key-file", type=_FILE, required=True, help="At least 32 octets, or 64 hex digits."
+)
+_holder = click.option("--holder", envvar="KVSP_HOLDER", required=True, help="Its base URI.")
+
+
+@click.command()
+@click.option("--index", "index_uri", envvar="KVSP_INDEX", required=True, help="Its base URI.")
+@_descriptor
+@_scope_key
+@click.option("--tokens", type=click.File("rb"), required=True, help="A JSON array; - for standard input.")
+@as_json_option
+@with_credentials
+def lookup(
+    credentials: Credentials,
+    index_uri: str,
+    descriptor: BinaryIO,
+    scope_key_file: Path,
+    tokens: BinaryIO,
+    as_json: bool,
+) -> None:
+    """Show which blocks of a prompt are held, and where; exit 1 where none is."""
+    model, scope = read_descriptor(descriptor), read_scope(scope_key_file)
+    keys, _ = block_keys(scope, model, read_tokens(tokens))
+    if not keys:
+        raise LocalProtocolError(f"fewer tokens than a block has ({model.block_tokens}): nothing to look up")
+    request = LookupRequest(
+        compat_id=model.compat_id, scope_id=scope.scope_id, block_keys=tuple(key.hex() for key in keys)
+    )
+    answer = ask_for(LookupAnswer, credentials, index_uri, Lookup(), request)
+    if as_json:
+        show_json(answer)
+    else:
+        rows = [
+            (number, replica.holder, ", ".join(part.tier for part in replica.residency), replica.ttl_ms)
+            for number, block in enumerate(answer.blocks)
+            for replica in block.replicas
+        ]
+        show_table(("block", "holder", "tiers", "ms left"), rows)
+        click.echo(f"{answer.matched} of {len(keys)} blocks, {answer.matched * model.block_tokens} tokens")
+    if not answer.matched:
+        raise SystemExit(1)
+
+
+@click.command()
+@click.argument("block_key")
+@_holder
+@_descriptor
+@_scope_key
+@click.option(
+    "--output", type=click.Path(dir_okay=False, path_type=Path), required=True, help="Where it goes."
+)
+@with_credentials
+def get(
+    credentials: Credentials,
+    block_key: str,
+    holder: str,
+    descriptor: BinaryIO,
+    scope_key_file: Path,
+    output: Path,
+) -> None:
+    """Fetch the block of a BLOCK_KEY from a holder into a file, and check it against its Repr-Digest."""
+    model, scope = read_descriptor(descriptor), read_scope(scope_key_file)
+    answer = ask(credentials, holder, GetBlock(model.compat_id, scope.scope_id, block_key))
+    expect_success(holder, answer)
+    if answer.response.repr_digest != hashlib.sha256(answer.body).hexdigest():
+        raise AskError(f"{holder}: the block does not match its digest and was discarded; try another holder")
+    with open(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(answer.body)
+    click.echo(f"{output}: {len(answer.body)} octets")
+
+
+@click.command()
+@click.argument("file", type=click.File("rb"))
+@click.option("--block-key", required=True, help="The block key; kvsp keys prints it.")
+@_holder
+@_descriptor
+@_scope_key
+@with_credentials
+def put(
+    credentials: Credentials,
+    file: BinaryIO,
+    block_key: str,
+    holder: str,
+    descriptor: BinaryIO,
+    scope_key_file: Path,
+) -> None:
+    """Store a container FILE at a holder as the block of a key."""
+    model, scope = read_descriptor(descriptor), read_scope(scope_key_file)
+    octets = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    operation = StoreBlock(model.compat_id, scope.scope_id, block_key)
+    expect_success(holder, ask(credentials, holder, operation, pieces=(octets,)))
+    click.echo(f"{holder}: stored {octets.nbytes} octets")
+
+
+@click.command()
+@click.argument("keys", nargs=-1, required=True)
+@_holder
+@click.option("--ttl-ms", type=click.IntRange(min=1), default=30_000, show_default=True)
+@as_json_option
+@with_credentials
+def lease(credentials: Credentials, keys: tuple[str, ...], holder: str, ttl_ms: int, as_json: bool) -> None:
+    """Lease the blocks of these KEYS at a holder, so that they are not evicted for a while."""
+    request = LeaseRequest(block_keys=keys, ttl_ms=ttl_ms)
+    granted = ask_for(LeaseGranted, credentials, holder, CreateLease(), request)
+    if as_json:
+        show_json(granted)
+    else:
+        click.echo(f"leased {len(keys)} blocks for {granted.ttl_ms} ms")

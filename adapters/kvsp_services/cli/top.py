@@ -1,0 +1,86 @@
+"""``kvsp top``: instances, sessions and the index, as they change."""
+
+from __future__ import annotations
+
+import time
+
+import click
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from kvsp_core.ext_messages import IndexInfo, InstanceListing, LeaseListing, SessionListing
+from kvsp_core.resources import DescribeIndex, ListInstances, ListLeases, ListSessions
+from kvsp_h2 import Credentials
+from kvsp_services.asking import AskError, ask_for
+from kvsp_services.cli.connection import with_credentials
+from kvsp_services.cli.operator import INSTANCE_HEADS, instance_row
+
+__all__ = ["top"]
+
+
+def _table(title: str, heads: tuple[str, ...], rows: list[tuple[object, ...]]) -> Table:
+    table = Table(title=title, title_justify="left", expand=False)
+    for head in heads:
+        table.add_column(head)
+    for row in rows:
+        table.add_row(*map(str, row))
+    return table
+
+
+def _view(credentials: Credentials, controller: str, index: str | None, holders: tuple[str, ...]) -> Group:
+    """Return what is shown now; a role that does not answer says so in its place."""
+    parts: list[Table | Text] = []
+    try:
+        found = ask_for(InstanceListing, credentials, controller, ListInstances()).instances
+        parts.append(_table("Instances", INSTANCE_HEADS, [instance_row(info) for info in found]))
+        listed = ask_for(SessionListing, credentials, controller, ListSessions()).sessions
+        states: dict[str, int] = {}
+        for session in listed:
+            states[session.state] = states.get(session.state, 0) + 1
+        parts.append(_table("Sessions", ("state", "sessions"), sorted(states.items())))
+    except AskError as error:
+        parts.append(Text(str(error), style="red"))
+    if index is not None:
+        try:
+            info = ask_for(IndexInfo, credentials, index, DescribeIndex())
+            rows: list[tuple[object, ...]] = [(holder.holder, holder.records) for holder in info.holders]
+            parts.append(_table(f"Index: {info.size_bytes / 1e6:.1f} MB", ("holder", "records"), rows))
+        except AskError as error:
+            parts.append(Text(str(error), style="red"))
+    for holder_uri in holders:
+        try:
+            leases = ask_for(LeaseListing, credentials, holder_uri, ListLeases())
+            rows = [(lease.client, lease.blocks, lease.size_bytes, lease.ttl_ms) for lease in leases.leases]
+            title = f"Leases at {holder_uri}: {leases.leased_share * 100:.0f} %"
+            parts.append(_table(title, ("client", "blocks", "octets", "ms left"), rows))
+        except AskError as error:
+            parts.append(Text(str(error), style="red"))
+    return Group(*parts)
+
+
+@click.command()
+@click.option("--controller", envvar="KVSP_CONTROLLER", required=True, help="Its base URI.")
+@click.option("--index", envvar="KVSP_INDEX", help="Its base URI.")
+@click.option("--holder", "holders", multiple=True, help="A holder's base URI; may be given several times.")
+@click.option("--interval", type=click.FloatRange(min=0.2), default=2.0, show_default=True, help="Seconds.")
+@click.option("--once", is_flag=True, help="Show it once, and end.")
+@with_credentials
+def top(
+    credentials: Credentials,
+    controller: str,
+    index: str | None,
+    holders: tuple[str, ...],
+    interval: float,
+    once: bool,
+) -> None:
+    """Show a cluster as it changes, until Ctrl-C."""
+    console = Console()
+    if once:
+        console.print(_view(credentials, controller, index, holders))
+        return
+    with Live(_view(credentials, controller, index, holders), console=console, screen=True) as live:
+        while True:
+            time.sleep(interval)
+            live.update(_view(credentials, controller, index, holders))
