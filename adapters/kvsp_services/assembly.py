@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import attrs
 
 from kvsp_core.errors import LocalProtocolError
 from kvsp_core.identity import CompatibilityDescriptor
+from kvsp_core.machines.fleet import Fleet
 from kvsp_core.machines.replica_index import ReplicaIndex
 from kvsp_core.roles.authorization import Policy
+from kvsp_core.roles.controller import Controller, ControllerSettings
+from kvsp_core.roles.controller_placement import PlacementSettings
 from kvsp_core.roles.index import Index
-from kvsp_core.roles.role import Role
-from kvsp_services.config import Config, IndexSection, RoleSection, TierSection
+from kvsp_core.roles.role import Role, Stored
+from kvsp_services.config import Config, ControllerSection, IndexSection, RoleSection, TierSection
 from kvsp_services.files import read_secret
 from kvsp_services.stores.block_files import FileTier
 from kvsp_services.stores.blocks import BlockTier, MemoryTier
 
 __all__ = ["Materials", "make_role", "make_tiers", "read_descriptors", "read_storage_key"]
-
-Stored = Mapping[str, Mapping[str, bytes]]
 
 
 @attrs.frozen(kw_only=True)
@@ -32,6 +33,8 @@ class Materials:
     policy: Policy
     descriptors: tuple[CompatibilityDescriptor, ...]
     stored: Stored
+    fleet: Fleet | None = None
+    """What a controller knows of instances, shared with an index in the same process."""
     random_bytes: Callable[[int], bytes] = os.urandom
 
 
@@ -39,12 +42,37 @@ def make_role(name: str, section: RoleSection, materials: Materials) -> Role:
     """Return the role of a section of the configuration, as it was when it last made something durable."""
     if isinstance(section, IndexSection):
         return _make_index(section, materials)
+    if isinstance(section, ControllerSection):
+        return _make_controller(section, materials)
     raise LocalProtocolError(f"[{name}]: this version does not run that role")
 
 
 def _make_index(section: IndexSection, materials: Materials) -> Index:
     table = ReplicaIndex(max_ttl_ms=section.max_ttl_ms, max_keys=section.max_lookup_keys)
-    return Index(base_uri=section.base_uri, policy=materials.policy, replica_index=table)
+    return Index(
+        base_uri=section.base_uri, policy=materials.policy, replica_index=table, fleet=materials.fleet
+    )
+
+
+def _make_controller(section: ControllerSection, materials: Materials) -> Controller:
+    placement = PlacementSettings(
+        index_uris=tuple(section.index),
+        classes=section.classes,
+        descriptors={model.compat_id: model for model in materials.descriptors},
+    )
+    return Controller(
+        base_uri=section.base_uri,
+        policy=materials.policy,
+        settings=ControllerSettings(
+            placement=placement,
+            min_active=section.min_active,
+            prefetch=section.prefetch,
+            open_by_checkpoint=section.open_by_checkpoint,
+        ),
+        random_bytes=materials.random_bytes,
+        stored=materials.stored,
+        fleet=materials.fleet,
+    )
 
 
 def make_tiers(sections: list[TierSection], storage_key: bytes | None) -> dict[str, BlockTier]:

@@ -120,6 +120,12 @@ class ControllerSection(RoleSection, frozen=True, kw_only=True):
     """``[controller]``."""
 
     index: list[str]
+    classes: dict[str, str] = {}
+    """For an instance's base URI the class within which results are bit-identical (CP-6)."""
+    min_active: _Count = 1
+    prefetch: bool = True
+    open_by_checkpoint: bool = False
+    """Whether a first checkpoint in epoch 1 opens its session (decision W19)."""
 
 
 class FrontEndSection(RoleSection, frozen=True, kw_only=True):

@@ -22,6 +22,7 @@ import anyio
 import structlog
 
 from kvsp_core.errors import KVSPError
+from kvsp_core.machines.fleet import Fleet
 from kvsp_core.roles.authorization import Policy
 from kvsp_core.roles.role import Role
 from kvsp_h2 import Credentials
@@ -79,7 +80,12 @@ class RunningRole:
             stored = store.load()
             self._committer = GroupCommitter(store)
         materials = Materials(
-            config=process.config, policy=process.policy, descriptors=process.descriptors, stored=stored
+            config=process.config,
+            policy=process.policy,
+            descriptors=process.descriptors,
+            stored=stored,
+            # A controller that is rebuilt begins anew; what the index then knows of instances runs out.
+            fleet=process.fleet if not self._rebuilt else None,
         )
         self.role = make_role(self.name, self.section, materials)
         driver = Driver(
@@ -163,6 +169,8 @@ class Process:
         self.storage_key = read_storage_key(config)
         self.descriptors = read_descriptors(config)
         self.policy: Policy = read_policy(Path(config.policy_file))
+        both = config.index is not None and config.controller is not None
+        self.fleet = Fleet() if both else None
         self.stopping = anyio.Event()
         self.failure: str | None = None
         self._log = structlog.get_logger()

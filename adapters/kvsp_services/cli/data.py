@@ -65,7 +65,7 @@ def lookup(
         show_table(("block", "holder", "tiers", "ms left"), rows)
         click.echo(f"{answer.matched} of {len(keys)} blocks, {answer.matched * model.block_tokens} tokens")
     if not answer.matched:
-        raise SystemExit(1)
+        click.get_current_context().exit(1)
 
 
 @click.command()
