@@ -106,9 +106,16 @@ def test_a_lookup_that_finds_nothing_is_a_no(
     (directory / "descriptor.json").write_text(
         json.dumps(
             {
-                "model": "m", "layers": 2, "kv_heads": 1, "head_dim": 2, "block_tokens": 4,
-                "kv_dtype": "fp32", "positional": "rope", "layout": "kvsp-layout-1",
-                "model_digest": "sha-256:" + "1" * 64, "tokenizer_digest": "sha-256:" + "2" * 64,
+                "model": "m",
+                "layers": 2,
+                "kv_heads": 1,
+                "head_dim": 2,
+                "block_tokens": 4,
+                "kv_dtype": "fp32",
+                "positional": "rope",
+                "layout": "kvsp-layout-1",
+                "model_digest": "sha-256:" + "1" * 64,
+                "tokenizer_digest": "sha-256:" + "2" * 64,
             }
         )
     )
