@@ -28,14 +28,17 @@ __all__ = [
     "MAX_FRONT_END_RETRY_MS",
     "MAX_GENERATIONS",
     "MAX_HOLD_MS",
+    "MAX_INCOMING_BLOCKS",
     "MAX_INDEX_BYTES",
     "MAX_INDEX_BYTES_PER_CLIENT",
+    "MAX_INDEX_CALLS",
     "MAX_INSTANCES",
     "MAX_INSTANCE_SESSIONS",
     "MAX_INSTANCE_SHARD_MAPS",
     "MAX_KEPT_BLOCKS",
     "MAX_KEPT_DIRECTIVES",
     "MAX_LEASES_PER_CLIENT",
+    "MAX_LEASE_KEYS",
     "MAX_LEASE_TTL_MS",
     "MAX_LOOKUP_ANSWER_BYTES",
     "MAX_LOOKUP_KEYS",
@@ -60,7 +63,10 @@ __all__ = [
     "OUTPUT_WINDOW_TOKENS",
     "PLACEMENT_WAIT_MS",
     "PROMPT_WAIT_MS",
+    "PUBLISH_RETRY_MS",
+    "PUBLISH_TIMEOUT_MS",
     "QUARANTINE_MS",
+    "REPLICA_TTL_MS",
     "RESHARD_RETRY_MS",
     "RESUME_DEADLINE_MS",
     "RESUME_WAIT_MS",
@@ -253,3 +259,20 @@ MAX_INSTANCE_SESSIONS: Final = 4096
 
 MAX_INSTANCE_SHARD_MAPS: Final = 256
 """Shard maps an instance takes part in or remembers; a plan for one more is 503."""
+REPLICA_TTL_MS: Final = 600_000
+"""How long a holder asks the index to keep its records; it refreshes them at a third of that (PB-3)."""
+
+MAX_INDEX_CALLS: Final = 32
+"""Requests that a holder has on their way to the index at a time; more wait for their turn."""
+
+PUBLISH_TIMEOUT_MS: Final = 5000
+"""How long a holder waits for the index's answer to a publication or withdrawal."""
+
+PUBLISH_RETRY_MS: Final = 500
+"""The first pause before a holder asks the index again; it doubles up to 64 times this, and is spread."""
+
+MAX_INCOMING_BLOCKS: Final = 64
+"""Blocks that a holder takes in at a time; more is 503."""
+
+MAX_LEASE_KEYS: Final = 8192
+"""Block keys in one lease; more is 413."""

@@ -437,10 +437,14 @@ class LeaseTable:
         account = self._clients.get(client)
         return account.leased_bytes if account else 0
 
-    def lease_count(self, now_ms: int) -> int:
-        """Return the number of leases in force."""
+    def listing(self, now_ms: int) -> tuple[tuple[str, int, int, int], ...]:
+        """Return client, number of blocks, octets and remaining time of each lease, for operators."""
         self._expire(now_ms)
-        return len(self._leases)
+        octets = self._sizes.__getitem__
+        held = self._leases.values()
+        return tuple(
+            (h.client, len(h.blocks), sum(map(octets, h.blocks)), h.expires_ms - now_ms) for h in held
+        )
 
     def next_deadline_ms(self) -> int | None:
         """Return when to send `TimerFired` next, or None. It may be early: nothing happens then."""
@@ -448,6 +452,7 @@ class LeaseTable:
             return 0
         deadlines = [until_ms + 1 for until_ms in islice(self._withdrawing.values(), 1)]
         deadlines += [expires_ms + 1 for expires_ms, _ in self._expiries[:1]]
+        deadlines += [self._grace_until_ms + 1] if self._restored else []
         return min(deadlines, default=None)
 
     # Events

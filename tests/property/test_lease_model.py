@@ -222,7 +222,7 @@ class Model(RuleBasedStateMachine):
 
     @invariant()
     def quotas_are_kept(self) -> None:
-        assert self.table.lease_count(self.now_ms) == len(self.valid())
+        assert len(self.table.listing(self.now_ms)) == len(self.valid())
         for client in draw.CLIENTS:
             leased_bytes = sum(self.sizes[b] for b in self.leased(client))
             assert self.table.leased_bytes(client, self.now_ms) == leased_bytes <= QUOTA_BYTES
@@ -242,6 +242,7 @@ class Model(RuleBasedStateMachine):
         deadline_ms = self.table.next_deadline_ms()
         due = [lease.expiry_ms + 1 for lease in self.valid().values()]
         due += [until_ms + 1 for until_ms in self.failing.values()]
+        due += [MAX_TTL_MS + 2] if self.restored and self.now_ms <= MAX_TTL_MS + 1 else []
         if due:
             assert deadline_ms is not None
             assert deadline_ms <= max(min(due), self.now_ms + 1)

@@ -84,7 +84,7 @@ def test_a_lease_that_is_never_used_ends_at_its_ttl() -> None:
     lease = create(leases, "a", ttl_ms=500)
     assert leases.handle(m.TimerFired(), 502) == (m.Unprotected(blocks=("a",)),)
     assert refusal(leases.handle(m.RenewLease(client=ALICE, lease=lease, ttl_ms=500), 502)) is NOT_FOUND
-    assert leases.lease_count(502) == 0
+    assert len(leases.listing(502)) == 0
     assert leases.next_deadline_ms() is None
 
 
@@ -147,7 +147,7 @@ def test_a_block_under_two_leases_is_kept_until_the_later_one_ends() -> None:
 def test_what_a_question_found_expired_is_announced_next() -> None:
     leases = table("a")
     create(leases, "a", ttl_ms=100)
-    assert leases.lease_count(102) == 0
+    assert len(leases.listing(102)) == 0
     assert leases.next_deadline_ms() == 0
     with pytest.raises(LocalProtocolError):
         leases.handle(m.EndRead(read="none"), 102)
@@ -250,7 +250,7 @@ def test_the_attempt_to_withdraw_is_bounded() -> None:
     assert leases.handle(m.TimerFired(), 60) == ()
     assert leases.handle(m.TimerFired(), 61) == (m.FreeBlock(block="a"),)
     assert leases.handle(m.EndWithdrawal(block="a"), 70) == ()  # too late to matter
-    assert leases.lease_count(70) == 0
+    assert len(leases.listing(70)) == 0
 
 
 @pytest.mark.requirement("LE-4")
@@ -306,6 +306,7 @@ def test_a_restarted_holder_evicts_nothing_restored_for_one_maximum_ttl() -> Non
     leases = table("new", restored=("old", "older"))
     assert leases.may_evict("new", 0)
     assert not leases.may_evict("old", 1001)
+    assert leases.next_deadline_ms() == 1002
     create(leases, "older", ttl_ms=800, now_ms=900)
     assert leases.handle(m.TimerFired(), 1002) == (m.Unprotected(blocks=("old",)),)
     assert leases.may_evict("old", 1002)

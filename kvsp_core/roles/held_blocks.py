@@ -1,0 +1,239 @@
+"""What a holder holds: the blocks in its tiers, who may not lose them, and what the index is told of them.
+
+`HeldBlocks` joins the lease table, which says what may be evicted, `Holdings`, which says what goes first,
+and `Publisher`, which talks to the index. A block is published once it is in a tier, withdrawn as soon as it
+is not held any more (PB-3), and its memory freed when its last reader is gone (PB-4, LE-2, LE-4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeAlias, assert_never
+
+from kvsp_core.container import replica_digest
+from kvsp_core.machines import lease as leases
+from kvsp_core.machines.lease import BlockKind, LeaseTable
+from kvsp_core.problems import Problem
+from kvsp_core.records import ReplicaRecord, Residency
+from kvsp_core.roles.descriptors import Descriptors
+from kvsp_core.roles.holdings import Holdings, TierLimits, id_of
+from kvsp_core.roles.publication import Publisher
+from kvsp_core.roles.role import BlockName, Drop, StoredBlock
+from kvsp_core.roles.work import Work
+
+__all__ = ["HeldBlocks", "LeaseEvent"]
+
+LeaseEvent: TypeAlias = leases.CreateLease | leases.RenewLease | leases.ReleaseLease
+
+
+class HeldBlocks:
+    """The blocks of one holder, by `id_of` their names. Effects go to `work`."""
+
+    def __init__(
+        self,
+        work: Work,
+        *,
+        holder: str,
+        tiers: Mapping[str, TierLimits],
+        lease_table: LeaseTable,
+        index_uri: str | None,
+        replica_ttl_ms: int,
+        descriptors: Descriptors,
+        random_bytes: Callable[[int], bytes],
+    ) -> None:
+        self._work = work
+        self._holder = holder
+        self.holdings = Holdings(tiers)
+        self.lease_table = lease_table
+        self.publisher = Publisher(
+            work,
+            holder=holder,
+            index_uri=index_uri,
+            record_of=self._record_of,
+            descriptor_of=descriptors.get,
+            random_bytes=random_bytes,
+            ttl_ms=replica_ttl_ms,
+        )
+        self._leaving: dict[str, tuple[StoredBlock, str]] = {}
+        self._read_of: dict[str, str] = {}
+        self._kept: dict[str, int] = {}
+        self._gone: list[BlockName] = []
+
+    def next_deadline_ms(self) -> int | None:
+        """Return when to call `tick` next, or None."""
+        deadlines = (self.lease_table.next_deadline_ms(), self.publisher.next_deadline_ms())
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+
+    def tick(self, now_ms: int) -> None:
+        """Do what is due: refreshes, leases that end, withdrawals that took too long."""
+        self.publisher.tick(now_ms)
+        self._apply(self.lease_table.handle(leases.TimerFired(), now_ms), now_ms)
+
+    def settle(self, now_ms: int) -> None:
+        """Take the publisher's news in: faulty blocks wait for them, and what the index refuses goes."""
+        while withdrawn := self.publisher.take_withdrawn():
+            for block in withdrawn:
+                self._apply(self.lease_table.handle(leases.EndWithdrawal(block=block), now_ms), now_ms)
+        for block in self.publisher.take_refused():
+            self.lose(block, now_ms)
+
+    def take_gone(self) -> tuple[BlockName, ...]:
+        """Return the blocks that are not held any more since the last time."""
+        gone, self._gone = tuple(self._gone), []
+        return gone
+
+    # Coming and going
+
+    def is_absent(self, block: str, now_ms: int) -> bool:
+        """Return whether nothing of the block is here, not even an older copy on its way out."""
+        return self.lease_table.kind_of_block(block, now_ms) is BlockKind.ABSENT
+
+    def hold(
+        self, block: str, stored: StoredBlock, tier: str, now_ms: int, *, restored: bool = False
+    ) -> None:
+        """Hold a block that is in a tier, whose room is reserved, and publish it."""
+        self.holdings.add(block, stored, tier)
+        event = leases.AddBlock(block=block, size_bytes=stored.header.size_bytes, restored=restored)
+        self._apply(self.lease_table.handle(event, now_ms), now_ms)
+        self._free_if_unused(block, now_ms)
+        self.publisher.publish(block, stored.name.block_key, now_ms)
+
+    def restore(self, stored: StoredBlock, tier: str, now_ms: int) -> None:
+        """Hold a block that was in a tier before a restart."""
+        block = id_of(stored.name)
+        if block in self.holdings:  # in a faster tier too: something was cut off
+            self._work.emit(Drop(stored.name, tier))
+            return
+        self.holdings.reserve(tier, stored.header.size_bytes)
+        self.hold(block, stored, tier, now_ms, restored=True)
+
+    def make_room(self, size_bytes: int, now_ms: int) -> str | None:
+        """Return a tier with so much room, after evicting what has to go; None where there is none."""
+        tier = self.holdings.room_for(size_bytes)
+        if tier is None:
+            return None
+        for block in self.holdings.victims(tier, size_bytes):
+            if block in self._kept or not self.lease_table.may_evict(block, now_ms):
+                self.holdings.set_evictable(block, False)
+                continue
+            self._work.observe("holder_evictions", tier=tier)
+            self._apply(self.lease_table.handle(leases.EvictBlock(block=block), now_ms), now_ms)
+        return tier if self.holdings.free_bytes(tier) >= size_bytes else None
+
+    def lose(self, block: str, now_ms: int) -> None:
+        """A fault took a block: withdraw it, then drop it."""
+        if block in self.holdings:
+            self._apply(self.lease_table.handle(leases.FailBlock(block=block), now_ms), now_ms)
+
+    # Use
+
+    def lease(self, event: LeaseEvent, now_ms: int) -> leases.LeaseGranted | Problem | None:
+        """Let a lease begin, go on or end; return what is granted or why not, or None for an end."""
+        outcome: leases.LeaseGranted | Problem | None = None
+        effects = self.lease_table.handle(event, now_ms)
+        for effect in effects:
+            if isinstance(effect, leases.LeaseGranted):
+                outcome = effect
+            elif isinstance(effect, leases.Refused):
+                outcome = effect.problem
+        self._apply(effects, now_ms)
+        return outcome
+
+    def in_use(self, blocks: Iterable[str]) -> None:
+        """Note that these blocks were leased, in the order of a prompt."""
+        blocks = tuple(blocks)
+        for block in blocks:
+            self.holdings.set_evictable(block, False)
+        self.holdings.in_order(blocks)
+
+    def start_read(self, read: str, block: str, now_ms: int, *, uses: bool) -> Problem | None:
+        """Begin to read a block; return why not. Where it `uses` the block, the block goes later."""
+        for effect in self.lease_table.handle(leases.StartRead(read=read, block=block), now_ms):
+            if isinstance(effect, leases.Refused):
+                return effect.problem
+        self._read_of[read] = block
+        if uses:
+            self.holdings.set_evictable(block, False)
+        return None
+
+    def end_read(self, read: str, now_ms: int) -> None:
+        """End a read, if it is one."""
+        block = self._read_of.pop(read, None)
+        if block is not None:
+            self._apply(self.lease_table.handle(leases.EndRead(read=read), now_ms), now_ms)
+            self._free_if_unused(block, now_ms)
+
+    def keep(self, block: str) -> None:
+        """Do not evict a block until `let_go` was called as often. It need not be held yet."""
+        self._kept[block] = self._kept.get(block, 0) + 1
+        self.holdings.set_evictable(block, False)
+
+    def let_go(self, block: str) -> None:
+        """Undo one `keep`."""
+        self._kept[block] -= 1
+        if not self._kept[block]:
+            del self._kept[block]
+            # Whether a lease protects it is looked at when it is to be evicted.
+            self.holdings.set_evictable(block, not self.lease_table.is_read(block))
+
+    # Parts
+
+    def _apply(self, effects: tuple[leases.Effect, ...], now_ms: int) -> None:
+        """Do what the lease table says, in its order. What answers a request is for who asked."""
+        for effect in effects:
+            match effect:
+                case leases.WithdrawBlock(block=block):
+                    self._leave(block, now_ms)
+                case leases.FreeBlock(block=block):
+                    stored, tier = self._leaving.pop(block)
+                    self.holdings.release(tier, stored.header.size_bytes)
+                    self._work.emit(Drop(stored.name, tier))
+                case leases.Unprotected(blocks=blocks):
+                    for block in blocks:
+                        self._free_if_unused(block, now_ms)
+                case leases.LeaseBroken():
+                    self._work.observe("leases_broken")
+                case leases.CutRead():
+                    # An answer that has begun keeps its buffer until it is sent; one that has not finds the
+                    # block gone when its job is over. Until then the room is not used again.
+                    pass
+                case leases.LeaseGranted() | leases.Refused():
+                    pass
+                case _:
+                    assert_never(effect)
+
+    def _leave(self, block: str, now_ms: int) -> None:
+        """The block is not held any more: the index is told at once."""
+        stored, tier = self.holdings.remove(block)
+        self._leaving[block] = stored, tier
+        self._gone.append(stored.name)
+        self.publisher.withdraw(block, now_ms)
+
+    def _free_if_unused(self, block: str, now_ms: int) -> None:
+        free = (
+            block in self.holdings
+            and block not in self._kept
+            and not self.lease_table.is_read(block)
+            and self.lease_table.may_evict(block, now_ms)
+        )
+        self.holdings.set_evictable(block, free)
+
+    def _record_of(self, block: str, ttl_ms: int) -> ReplicaRecord | None:
+        found = self.holdings.get(block)
+        if found is None:
+            return None
+        stored, tier = found
+        rate = self.holdings.limits(tier).read_mbit_per_s
+        last = len(stored.layer_digests) - 1
+        return ReplicaRecord(
+            block_key=stored.name.block_key,
+            compat_id=stored.name.compat_id,
+            scope_id=stored.name.scope_id,
+            holder=self._holder,
+            codec=stored.header.codec,
+            size=stored.header.data_bytes,
+            digest=replica_digest(stored.layer_digests),
+            layer_digests=stored.layer_digests,
+            residency=(Residency(tier=tier, layers=(0, last), read_mbit_per_s=rate),),
+            ttl_ms=ttl_ms,
+        )

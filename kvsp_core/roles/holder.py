@@ -1,0 +1,609 @@
+"""A holder: keeps blocks in its tiers, serves and stores them, leases them, and has the index list them.
+
+Protocol sections "Block Retrieval and Storage", "Leases" and "Publishing and Withdrawing Replicas";
+requirements BR-1 to BR-3, BR-6, BR-7, LE-1 to LE-4, PB-3, PB-4; decisions W9, W16, W17, W30 and W33. This
+file answers requests; `kvsp_core.roles.held_blocks` keeps what is held.
+
+A cache server is this role alone. An instance has one beside it for its own tiers and drives it by the calls
+of `kvsp_core.roles.local_blocks.LocalBlocks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final, TypeAlias, assert_never
+
+import attrs
+
+from kvsp_core.answers import block_response
+from kvsp_core.container_header import ContainerHeader, section_bytes
+from kvsp_core.ext_messages import LeaseInfo, LeaseListing
+from kvsp_core.limits import MAX_INCOMING_BLOCKS, MAX_LEASE_KEYS, REPLICA_TTL_MS
+from kvsp_core.machines import lease as leases
+from kvsp_core.machines.lease import LeaseTable
+from kvsp_core.messages import LeaseGranted, LeaseRenewal, LeaseRequest
+from kvsp_core.problems import (
+    INCOMPATIBLE,
+    LAYERS_UNAVAILABLE,
+    NOT_ACCEPTABLE,
+    NOT_FOUND,
+    PRECONDITION_FAILED,
+    PRECONDITION_REQUIRED,
+    STORAGE_FULL,
+    TOO_LARGE,
+    UNAVAILABLE,
+    Problem,
+)
+from kvsp_core.resources import (
+    CreateLease,
+    GetBlock,
+    GetDescriptor,
+    HeadBlock,
+    ListLeases,
+    Operation,
+    PutDescriptor,
+    ReleaseLease,
+    RenewLease,
+    RoleName,
+    StoreBlock,
+    resource_of,
+)
+from kvsp_core.roles.authorization import Policy, authorize
+from kvsp_core.roles.descriptors import Descriptors
+from kvsp_core.roles.held_blocks import HeldBlocks, LeaseEvent
+from kvsp_core.roles.holdings import TierLimits, id_of
+from kvsp_core.roles.local_blocks import BlockAdded, BlockGone, BlockNotAdded, News
+from kvsp_core.roles.publication import DeleteRecord, PutRecord, TellDescriptor
+from kvsp_core.roles.role import (
+    AnswerReceived,
+    BlockArrived,
+    BlockBody,
+    BlockName,
+    BodyArrived,
+    BodyFailed,
+    CallFailed,
+    Effect,
+    Input,
+    JobDone,
+    JobFailed,
+    JobFault,
+    Load,
+    ReadBlock,
+    ReceiveBlock,
+    RequestEnded,
+    RequestReceived,
+    Respond,
+    Store,
+    StoredBlock,
+    TimerFired,
+)
+from kvsp_core.roles.serving import Asked, Desk, answer, done, refuse
+from kvsp_core.roles.work import Numbers, Work
+
+__all__ = ["Holder"]
+
+_REMEMBERED_CLIENTS: Final = 1024  # of which it is known what they stored last
+_NOT_HELD: Final = Problem(NOT_FOUND, "the block is not held here; continue with another replica")
+_HELD: Final = Problem(PRECONDITION_FAILED, "a replica of this key is held already, and stays")
+_NOT_CONDITIONAL: Final = Problem(PRECONDITION_REQUIRED, "if-none-match: a block is stored with '*' only")
+_NO_LAYERS: Final = Problem(LAYERS_UNAVAILABLE, "layers: not all of them are held here")
+_NO_CODEC: Final = Problem(NOT_ACCEPTABLE, "codec: the block is held in another, and is not transcoded here")
+_FULL: Final = Problem(STORAGE_FULL, "no room for the block; what is held is leased or in use")
+_BUSY: Final = Problem(UNAVAILABLE, "too much is being stored at a time; try again soon")
+_STARTING: Final = Problem(UNAVAILABLE, "the holder is still finding out what it holds; try again soon")
+_GOING: Final = Problem(UNAVAILABLE, "a replica of this key is just leaving; try again soon")
+_NOT_FITTING: Final = Problem(
+    INCOMPATIBLE, "the container is not a complete block of this descriptor: all layers, all tokens"
+)
+
+
+@attrs.frozen
+class _Reading:
+    """A block is read from a tier for a request."""
+
+    request_id: int
+    block: str = attrs.field(repr=False)
+    buffer: int
+    layers: tuple[int, int] | None
+    head_only: bool
+
+
+@attrs.frozen
+class _Storing:
+    """A block is written to a tier, for a request or for the instance beside this holder."""
+
+    block: str = attrs.field(repr=False)
+    stored: StoredBlock
+    tier: str
+    buffer: int
+    request_id: int | None = None
+    client: str = ""
+    ticket: int = 0
+
+
+@attrs.frozen
+class _Loading:
+    """What a tier holds is listed at the start."""
+
+    tier: str
+
+
+@attrs.frozen
+class _Incoming:
+    """A block is being sent to this holder."""
+
+    block: str = attrs.field(repr=False)
+    name: BlockName
+    client: str
+    buffer: int
+
+
+_Purpose: TypeAlias = _Reading | _Storing | _Loading
+
+
+class Holder:
+    """A holder under one base URI.
+
+    `tiers` says what it may put where. `index_uri` is where its records go; without one nothing is published.
+    `numbers` is shared with another role under the same base URI. `random_bytes` gives unguessable octets.
+    """
+
+    def __init__(
+        self,
+        *,
+        base_uri: str,
+        policy: Policy,
+        tiers: Mapping[str, TierLimits],
+        random_bytes: Callable[[int], bytes],
+        now_ms: int,
+        index_uri: str | None = None,
+        replica_ttl_ms: int = REPLICA_TTL_MS,
+        lease_table: LeaseTable | None = None,
+        descriptors: Descriptors | None = None,
+        numbers: Numbers | None = None,
+        max_incoming: int = MAX_INCOMING_BLOCKS,
+    ) -> None:
+        self.base_uri = base_uri
+        self.policy = policy
+        self.descriptors = descriptors or Descriptors()
+        self._work = Work(numbers)
+        self._blocks = HeldBlocks(
+            self._work,
+            holder=base_uri,
+            tiers=tiers,
+            lease_table=lease_table or LeaseTable(random_bytes=random_bytes, now_ms=now_ms),
+            index_uri=index_uri,
+            replica_ttl_ms=replica_ttl_ms,
+            descriptors=self.descriptors,
+            random_bytes=random_bytes,
+        )
+        self._desk = Desk([RoleName.HOLDER], self._allow)
+        self._max_incoming = max_incoming
+        self._incoming: dict[int, _Incoming] = {}  # by request
+        self._arriving: set[str] = set()  # blocks on their way into a tier
+        self._reading: dict[int, bool] = {}  # requests whose read is under way, and whether they have ended
+        self._granted: dict[int, tuple[str, str]] = {}  # answers that grant a lease: client and lease
+        self._loading = 0
+        self._last_stored: dict[tuple[str, str, str], str] = {}
+        self._tickets = 0
+        self._news: list[BlockAdded | BlockNotAdded] = []
+
+    # The role
+
+    def start(self, now_ms: int) -> tuple[Effect, ...]:
+        """Find out what the tiers hold; until then requests for blocks are put off."""
+        for tier in self._blocks.holdings.tiers:
+            self._loading += 1
+            self._work.emit(Load(self._work.job(_Loading(tier)), tier))
+        return self._work.take()
+
+    def next_deadline_ms(self) -> int | None:
+        """Return when the holder next wants `TimerFired`, or None."""
+        return self._blocks.next_deadline_ms()
+
+    def handle(self, item: Input, now_ms: int) -> tuple[Effect, ...]:
+        """Take one input in; return what is to be done. What belongs to another role is ignored."""
+        match item:
+            case RequestReceived() | BodyArrived() | BodyFailed() | RequestEnded():
+                self._take_request(item, now_ms)
+            case BlockArrived():
+                self._arrived(item, now_ms)
+            case JobDone(job_id) | JobFailed(job_id):
+                purpose = self._work.jobs.pop(job_id, None)
+                if purpose is not None:
+                    self._job_over(purpose, item, now_ms)
+            case AnswerReceived(call_id) | CallFailed(call_id):
+                self._call_over(call_id, item, now_ms)
+            case TimerFired():
+                self._blocks.tick(now_ms)
+            case _:
+                pass
+        self._blocks.settle(now_ms)
+        return self._work.take()
+
+    def _allow(self, client: str, operation: Operation) -> Problem | None:
+        return authorize(self.policy, client, operation)
+
+    # Requests
+
+    def _take_request(
+        self, item: RequestReceived | BodyArrived | BodyFailed | RequestEnded, now_ms: int
+    ) -> None:
+        if isinstance(item, RequestEnded):
+            self._ended(item, now_ms)
+        if isinstance(item, BodyFailed) and item.request_id in self._incoming:
+            self._give_up(item.request_id)
+            self._work.emit(refuse(item.request_id, item.problem))
+        asked, effects = self._desk.take(item)
+        self._work.emit(*effects)
+        if asked is not None:
+            self._serve(asked, now_ms)
+
+    def _serve(self, asked: Asked, now_ms: int) -> None:
+        match asked.operation:
+            case GetBlock() | HeadBlock() | StoreBlock() | CreateLease() if self._loading:
+                self._work.emit(refuse(asked.request_id, _STARTING, retry_after_s=1))
+            case GetBlock() | HeadBlock():
+                self._get(asked, asked.operation, now_ms)
+            case StoreBlock():
+                self._put(asked, asked.operation, now_ms)
+            case CreateLease():
+                self._create_lease(asked, now_ms)
+            case RenewLease(lease):
+                assert isinstance(asked.body, LeaseRenewal)
+                event = leases.RenewLease(client=asked.client, lease=lease, ttl_ms=asked.body.ttl_ms)
+                self._lease_answer(asked, event, 200, now_ms)
+            case ReleaseLease(lease):
+                release = leases.ReleaseLease(client=asked.client, lease=lease)
+                self._lease_answer(asked, release, 204, now_ms)
+            case ListLeases():
+                self._work.emit(answer(asked.request_id, self._listing(now_ms)))
+            case GetDescriptor() | PutDescriptor():
+                self._work.emit(*self.descriptors.serve(asked))
+            case _:
+                raise AssertionError("the router gives a holder its own resources only")
+
+    # Retrieval
+
+    def _get(self, asked: Asked, operation: GetBlock | HeadBlock, now_ms: int) -> None:
+        name = BlockName(operation.compat_id, operation.scope_id, operation.block_key)
+        block = id_of(name)
+        found = self._blocks.holdings.get(block)
+        problem = _NOT_HELD if found is None else _unavailable(found[0].header, operation)
+        if found is None or problem is not None:
+            self._work.emit(refuse(asked.request_id, problem or _NOT_HELD))
+            return
+        stored, tier = found
+        head_only = isinstance(operation, HeadBlock)
+        whole = operation.layers is None or operation.layers == (0, len(stored.layer_digests) - 1)
+        if head_only and whole:
+            self._respond_block(asked.request_id, block, stored.header, stored.repr_digest, b"", now_ms)
+            return
+        if problem := self._blocks.start_read(str(asked.request_id), block, now_ms, uses=not head_only):
+            self._work.emit(refuse(asked.request_id, problem))
+            return
+        self._reading[asked.request_id] = False
+        layers = None if whole else operation.layers
+        buffer = self._work.new_buffer()
+        job = self._work.job(_Reading(asked.request_id, block, buffer, layers, head_only))
+        self._work.emit(ReadBlock(job, buffer, name, tier, layers))
+
+    def _read(self, reading: _Reading, outcome: JobDone | JobFailed, now_ms: int) -> None:
+        """Answer with what was read. Where it is not what was stored, or the block has gone, it is a miss."""
+        ended = self._reading.pop(reading.request_id)
+        found = self._blocks.holdings.get(reading.block)
+        sound = found is not None and isinstance(outcome, JobDone) and _is_sound(found[0], reading, outcome)
+        if not ended and sound:
+            assert isinstance(outcome, JobDone)
+            assert outcome.header is not None
+            body = b"" if reading.head_only else BlockBody(reading.buffer)
+            self._respond_block(
+                reading.request_id, reading.block, outcome.header, outcome.repr_digest, body, now_ms
+            )
+            self._work.observe("holder_read_bytes", 0 if reading.head_only else outcome.header.size_bytes)
+        elif not ended:
+            self._work.emit(refuse(reading.request_id, _NOT_HELD))
+        self._work.free(reading.buffer)
+        if found is not None and not sound:
+            self._work.observe("digest_failures", where="holder")
+            self._blocks.lose(reading.block, now_ms)
+        if ended:
+            self._blocks.end_read(str(reading.request_id), now_ms)
+
+    def _respond_block(
+        self,
+        request_id: int,
+        block: str,
+        header: ContainerHeader,
+        repr_digest: str,
+        body: bytes | BlockBody,
+        now_ms: int,
+    ) -> None:
+        ttl_ms = self._blocks.publisher.remaining_ms(block, now_ms)
+        response = block_response(size_bytes=header.size_bytes, repr_digest=repr_digest, ttl_ms=ttl_ms)
+        self._work.emit(Respond(request_id, response, body))
+
+    # Storage
+
+    def _put(self, asked: Asked, operation: StoreBlock, now_ms: int) -> None:
+        name = BlockName(operation.compat_id, operation.scope_id, operation.block_key)
+        block = id_of(name)
+        problem = self._put_problem(asked, name, block, now_ms)
+        if problem is not None:
+            retry_after_s = 1 if problem.type is UNAVAILABLE else None
+            self._work.emit(refuse(asked.request_id, problem, retry_after_s=retry_after_s))
+            return
+        buffer = self._work.new_buffer()
+        self._incoming[asked.request_id] = _Incoming(block, name, asked.client, buffer)
+        self._arriving.add(block)
+        self._work.emit(ReceiveBlock(asked.request_id, buffer, resource_of(operation).limit_bytes))
+
+    def _put_problem(self, asked: Asked, name: BlockName, block: str, now_ms: int) -> Problem | None:
+        """Return why a block is not taken in, as far as the head of the request shows."""
+        if asked.request.if_none_match != "*":
+            return _NOT_CONDITIONAL
+        if block in self._blocks.holdings or block in self._arriving:
+            return _HELD
+        if not self._blocks.is_absent(block, now_ms):
+            return _GOING
+        if len(self._incoming) >= self._max_incoming:
+            return _BUSY
+        length = asked.request.content_length
+        if length is not None and self._blocks.holdings.room_for(length) is None:
+            return _FULL
+        return None
+
+    def _arrived(self, item: BlockArrived, now_ms: int) -> None:
+        incoming = self._incoming.pop(item.request_id, None)
+        if incoming is None:
+            return
+        stored = StoredBlock(incoming.name, item.header, item.layer_digests, item.repr_digest)
+        problem = None if self._fits(stored) else _NOT_FITTING
+        tier = None if problem else self._blocks.make_room(item.header.size_bytes, now_ms)
+        if tier is None:
+            self._arriving.discard(incoming.block)
+            self._work.free(incoming.buffer)
+            self._work.emit(refuse(item.request_id, problem or _FULL))
+            return
+        self._store(
+            _Storing(
+                incoming.block,
+                stored,
+                tier,
+                incoming.buffer,
+                request_id=item.request_id,
+                client=incoming.client,
+            )
+        )
+
+    def _fits(self, stored: StoredBlock) -> bool:
+        """Return whether a container is a complete block of its descriptor, as far as that is known (W9)."""
+        header = stored.header
+        descriptor = self.descriptors.get(stored.name.compat_id)
+        if header.first_layer != 0:
+            return False
+        if descriptor is None:
+            return True
+        if len(header.sections) != descriptor.layers or header.token_count != descriptor.block_tokens:
+            return False
+        size_bytes = section_bytes(descriptor, header.codec, header.token_count)
+        return size_bytes is None or set(header.sections) == {(size_bytes, size_bytes)}
+
+    def _store(self, storing: _Storing) -> None:
+        self._blocks.holdings.reserve(storing.tier, storing.stored.header.size_bytes)
+        job = self._work.job(storing)
+        self._work.emit(Store(job, storing.buffer, storing.stored.name, storing.tier))
+
+    def _written(self, storing: _Storing, outcome: JobDone | JobFailed, now_ms: int) -> None:
+        if isinstance(outcome, JobFailed):
+            self._not_written(storing, outcome.fault)
+            return
+        self._arriving.discard(storing.block)
+        self._blocks.hold(storing.block, storing.stored, storing.tier, now_ms)
+        self._learn_order(storing)
+        self._work.observe("holder_blocks_stored", tier=storing.tier)
+        if storing.request_id is not None:
+            self._work.free(storing.buffer)
+            self._work.emit(done(storing.request_id, 201))
+        else:
+            self._news.append(BlockAdded(storing.ticket, storing.stored.name))
+
+    def _not_written(self, storing: _Storing, fault: JobFault) -> None:
+        """Try the next tier that has room as it is; without one the block is not kept."""
+        size_bytes = storing.stored.header.size_bytes
+        self._blocks.holdings.release(storing.tier, size_bytes)
+        self._work.observe("holder_store_failures", tier=storing.tier, fault=fault.value)
+        tiers = self._blocks.holdings.tiers
+        for tier in tiers[tiers.index(storing.tier) + 1 :]:
+            if self._blocks.holdings.free_bytes(tier) >= size_bytes:
+                self._store(attrs.evolve(storing, tier=tier))
+                return
+        self._arriving.discard(storing.block)
+        if storing.request_id is not None:
+            self._work.free(storing.buffer)
+            self._work.emit(refuse(storing.request_id, _FULL))
+        else:
+            self._news.append(BlockNotAdded(storing.ticket, storing.stored.name))
+
+    def _learn_order(self, storing: _Storing) -> None:
+        """Take it that what a client stores one after the other is in the order of a prompt."""
+        name = storing.stored.name
+        place = (storing.client, name.compat_id, name.scope_id)
+        before = self._last_stored.get(place)
+        if before is not None:
+            self._blocks.holdings.in_order((before, storing.block))
+        self._last_stored.pop(place, None)
+        self._last_stored[place] = storing.block
+        if len(self._last_stored) > _REMEMBERED_CLIENTS:
+            del self._last_stored[next(iter(self._last_stored))]
+
+    def _give_up(self, request_id: int) -> None:
+        """Keep nothing of a block that did not arrive whole; its key is free again."""
+        incoming = self._incoming.pop(request_id, None)
+        if incoming is not None:
+            self._arriving.discard(incoming.block)
+            self._work.free(incoming.buffer)
+
+    # Leases
+
+    def _create_lease(self, asked: Asked, now_ms: int) -> None:
+        request = asked.body
+        assert isinstance(request, LeaseRequest)
+        if len(request.block_keys) > MAX_LEASE_KEYS:
+            detail = f"block_keys: at most {MAX_LEASE_KEYS} in one lease; take several"
+            self._work.emit(refuse(asked.request_id, Problem(TOO_LARGE, detail)))
+            return
+        blocks: list[str] = []
+        for key in request.block_keys:
+            # What the client may not read is, for it, not held.
+            readable = [
+                block for block in self._blocks.holdings.with_key(key) if self._may_lease(asked, block)
+            ]
+            blocks += readable or [key]
+        event = leases.CreateLease(client=asked.client, blocks=tuple(blocks), ttl_ms=request.ttl_ms)
+        granted = self._lease_answer(asked, event, 201, now_ms)
+        if granted is not None:
+            self._granted[asked.request_id] = asked.client, granted
+            self._blocks.in_use(blocks)
+
+    def _may_lease(self, asked: Asked, block: str) -> bool:
+        found = self._blocks.holdings.get(block)
+        assert found is not None
+        scope_id = found[0].name.scope_id
+        return authorize(self.policy, asked.client, asked.operation, scope_id=scope_id) is None
+
+    def _lease_answer(self, asked: Asked, event: LeaseEvent, status: int, now_ms: int) -> str | None:
+        """Answer with what becomes of a lease; return its name where it was granted."""
+        outcome = self._blocks.lease(event, now_ms)
+        match outcome:
+            case Problem():
+                self._work.observe("lease_rejections", reason=outcome.type.suffix)
+                self._work.emit(refuse(asked.request_id, outcome))
+                return None
+            case leases.LeaseGranted(lease=lease, ttl_ms=ttl_ms):
+                location = f"leases/{lease}" if status == 201 else None
+                message = LeaseGranted(lease=lease, ttl_ms=ttl_ms)
+                self._work.emit(answer(asked.request_id, message, status, location=location))
+                return lease
+            case None:
+                self._work.emit(done(asked.request_id, status))
+                return None
+
+    def _listing(self, now_ms: int) -> LeaseListing:
+        held = self._blocks.lease_table.listing(now_ms)
+        used_bytes = self._blocks.holdings.used_bytes
+        leased_bytes = sum(size_bytes for _, _, size_bytes, _ in held)
+        return LeaseListing(
+            leases=tuple(
+                LeaseInfo(client=client, blocks=blocks, size_bytes=size_bytes, ttl_ms=left_ms)
+                for client, blocks, size_bytes, left_ms in held
+            ),
+            leased_share=min(1.0, leased_bytes / used_bytes) if used_bytes else 0.0,
+        )
+
+    # What ends
+
+    def _ended(self, item: RequestEnded, now_ms: int) -> None:
+        self._give_up(item.request_id)
+        granted = self._granted.pop(item.request_id, None)
+        if granted is not None and not item.complete and not item.sent_bytes:
+            client, lease = granted  # the client never heard of it
+            self._blocks.lease(leases.ReleaseLease(client=client, lease=lease), now_ms)
+        if item.request_id in self._reading:
+            self._reading[item.request_id] = True  # what is being read is not dropped before that is over
+        else:
+            self._blocks.end_read(str(item.request_id), now_ms)
+
+    def _call_over(self, call_id: int, item: AnswerReceived | CallFailed, now_ms: int) -> None:
+        purpose = self._work.calls.pop(call_id, None)
+        if isinstance(purpose, (PutRecord, DeleteRecord, TellDescriptor)):
+            if isinstance(item, AnswerReceived):
+                self._blocks.publisher.answered(purpose, item.response, item.body, now_ms)
+            else:
+                self._blocks.publisher.failed(purpose, now_ms)
+
+    def _job_over(self, purpose: _Purpose, outcome: JobDone | JobFailed, now_ms: int) -> None:
+        match purpose:
+            case _Reading():
+                self._read(purpose, outcome, now_ms)
+            case _Storing():
+                self._written(purpose, outcome, now_ms)
+            case _Loading(tier):
+                self._loading -= 1
+                catalogue = outcome.catalogue if isinstance(outcome, JobDone) else ()
+                for stored in catalogue:
+                    self._blocks.restore(stored, tier, now_ms)
+            case _:
+                assert_never(purpose)
+
+    # For the instance beside this holder
+
+    def tier_of(self, name: BlockName) -> str | None:
+        """Return the tier from which a block can be read whole, or None where it is not held so."""
+        found = self._blocks.holdings.get(id_of(name))
+        return None if found is None else found[1]
+
+    def keep(self, name: BlockName) -> None:
+        """Do not evict a block until `let_go` was called as often. It need not be held yet."""
+        self._blocks.keep(id_of(name))
+
+    def let_go(self, name: BlockName) -> None:
+        """Undo one `keep`."""
+        self._blocks.let_go(id_of(name))
+
+    def add(
+        self,
+        name: BlockName,
+        buffer: int,
+        *,
+        header: ContainerHeader,
+        layer_digests: tuple[str, ...],
+        repr_digest: str,
+        now_ms: int,
+    ) -> tuple[int, tuple[Effect, ...]]:
+        """Put a verified block from a buffer into a tier and publish it; the news names the ticket returned.
+
+        The buffer stays the caller's until then.
+        """
+        self._tickets += 1
+        ticket, block = self._tickets, id_of(name)
+        stored = StoredBlock(name, header, layer_digests, repr_digest)
+        if block in self._blocks.holdings:
+            self._news.append(BlockAdded(ticket, name))
+            return ticket, ()
+        absent = self._blocks.is_absent(block, now_ms) and block not in self._arriving
+        possible = absent and self._fits(stored)
+        tier = self._blocks.make_room(header.size_bytes, now_ms) if possible else None
+        if tier is None:
+            self._news.append(BlockNotAdded(ticket, name))
+        else:
+            self._arriving.add(block)
+            self._store(_Storing(block, stored, tier, buffer, ticket=ticket))
+        self._blocks.settle(now_ms)
+        return ticket, self._work.take()
+
+    def lost(self, name: BlockName, now_ms: int) -> tuple[Effect, ...]:
+        """Take note that reading a block failed: drop it and withdraw its record."""
+        self._blocks.lose(id_of(name), now_ms)
+        self._blocks.settle(now_ms)
+        return self._work.take()
+
+    def take_news(self) -> tuple[News, ...]:
+        """Return what has happened since the last time."""
+        added, self._news = tuple(self._news), []
+        return (*added, *map(BlockGone, self._blocks.take_gone()))
+
+
+def _unavailable(header: ContainerHeader, operation: GetBlock | HeadBlock) -> Problem | None:
+    """Return why a block that is held cannot be given as it is asked for."""
+    if operation.codec is not None and operation.codec != header.codec:
+        return _NO_CODEC
+    if operation.layers is not None and operation.layers[1] >= len(header.sections):
+        return _NO_LAYERS
+    return None
+
+
+def _is_sound(stored: StoredBlock, reading: _Reading, outcome: JobDone) -> bool:
+    """Return whether what was read is what was stored."""
+    first, last = reading.layers or (0, len(stored.layer_digests) - 1)
+    return outcome.layer_digests == stored.layer_digests[first : last + 1]

@@ -1,0 +1,309 @@
+"""What a holder tells the index: publish, refresh at a third of the TTL, withdraw (PB-3, LE-4, decision W12).
+
+`Publisher` keeps for each block what the index should list and what it may list, and has one request on its
+way for each block, so that a withdrawal never overtakes the publication before it. So many requests are on
+their way at a time: a holder that starts with a million blocks, or an index that comes back empty, is served
+at that rate. Withdrawals go before publications, new publications before refreshes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from heapq import heapify, heappop, heappush
+from typing import TypeAlias
+
+import attrs
+
+from kvsp_core.bodies import decode
+from kvsp_core.errors import RemoteProtocolError
+from kvsp_core.heads import Response
+from kvsp_core.identity import CompatibilityDescriptor, component_id
+from kvsp_core.limits import (
+    MAX_INDEX_CALLS,
+    PUBLISH_RETRY_MS,
+    PUBLISH_TIMEOUT_MS,
+    REPLICA_TTL_MS,
+)
+from kvsp_core.messages import PublishAnswer
+from kvsp_core.records import ReplicaRecord
+from kvsp_core.resources import Operation, PublishReplica, PutDescriptor, WithdrawReplica
+from kvsp_core.roles.work import Work
+
+__all__ = ["DeleteRecord", "IndexCall", "Publisher", "PutRecord", "RecordOf", "TellDescriptor"]
+
+RecordOf: TypeAlias = Callable[[str, int], ReplicaRecord | None]
+"""Makes the record of a block with a TTL, or None where it is not held."""
+
+
+@attrs.frozen
+class PutRecord:
+    """A call that publishes the record of a block; a refresh where the index should have it already."""
+
+    block: str = attrs.field(repr=False)
+    refresh: bool
+
+
+@attrs.frozen
+class DeleteRecord:
+    """A call that withdraws the record of a block."""
+
+    block: str = attrs.field(repr=False)
+
+
+@attrs.frozen
+class TellDescriptor:
+    """A call that makes a descriptor known."""
+
+    compat_id: str = attrs.field(repr=False)
+
+
+IndexCall: TypeAlias = PutRecord | DeleteRecord | TellDescriptor
+"""What a call to the index is for."""
+
+
+@attrs.define
+class _Entry:
+    """A block as the index should see it (`wanted`) and as it may see it (`listed`)."""
+
+    block_key: str
+    wanted: bool = True
+    changed: bool = True  # the index has not been sent the record as it is now
+    listed: bool = False  # a publication was sent, and no withdrawal was acknowledged since
+    calling: bool = False
+    acknowledged_until_ms: int = 0
+    listed_until_ms: int = 0
+    due_ms: int = 0
+    retries: int = 0
+
+
+class Publisher:
+    """Keeps the index informed of the blocks of one holder.
+
+    `record_of` makes the record of a block. `random_bytes` spreads retries. Without an `index_uri` nothing is
+    published, and withdrawals are over at once.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        *,
+        holder: str,
+        index_uri: str | None,
+        record_of: RecordOf,
+        descriptor_of: Callable[[str], CompatibilityDescriptor | None],
+        random_bytes: Callable[[int], bytes],
+        ttl_ms: int = REPLICA_TTL_MS,
+        max_calls: int = MAX_INDEX_CALLS,
+    ) -> None:
+        self._work = work
+        self._holder_id = component_id(holder)
+        self._index_uri = index_uri
+        self._record_of = record_of
+        self._descriptor_of = descriptor_of
+        self._random_bytes = random_bytes
+        self._ttl_ms = ttl_ms
+        self._max_calls = max_calls
+        self._calls = 0
+        self._entries: dict[str, _Entry] = {}
+        self._withdrawals: deque[str] = deque()
+        self._publications: deque[str] = deque()
+        self._refreshes: deque[str] = deque()
+        self._due: list[tuple[int, str]] = []
+        self._told: set[str] = set()  # descriptors the index was told of
+        self._withdrawn: list[str] = []
+        self._refused: list[str] = []
+
+    # What the holder asks for
+
+    def publish(self, block: str, block_key: str, now_ms: int) -> None:
+        """Have the index list a block from now on, with the record it then has."""
+        if self._index_uri is None:
+            return
+        entry = self._entries.get(block)
+        if entry is None:
+            entry = self._entries[block] = _Entry(block_key)
+        entry.wanted = entry.changed = True
+        self._publications.append(block)
+        self._send(now_ms)
+
+    def withdraw(self, block: str, now_ms: int) -> None:
+        """Have the index forget a block; `take_withdrawn` names it when that is over."""
+        entry = self._entries.get(block)
+        if entry is None:
+            self._withdrawn.append(block)
+            return
+        entry.wanted = False
+        entry.retries = 0
+        if not entry.listed:
+            self._forget(block)
+            return
+        self._withdrawals.append(block)
+        self._send(now_ms)
+
+    def remaining_ms(self, block: str, now_ms: int) -> int:
+        """Return how long the index has said to list a block still."""
+        entry = self._entries.get(block)
+        return 0 if entry is None else max(0, entry.acknowledged_until_ms - now_ms)
+
+    def take_withdrawn(self) -> tuple[str, ...]:
+        """Return the blocks whose withdrawal is over since the last time."""
+        withdrawn, self._withdrawn = tuple(self._withdrawn), []
+        return withdrawn
+
+    def take_refused(self) -> tuple[str, ...]:
+        """Return the blocks that the index refuses as bad since the last time (409)."""
+        refused, self._refused = tuple(self._refused), []
+        return refused
+
+    def next_deadline_ms(self) -> int | None:
+        """Return when the next refresh or retry is due. It may be early."""
+        return self._due[0][0] if self._due else None
+
+    # What happens
+
+    def tick(self, now_ms: int) -> None:
+        """Send what is due."""
+        while self._due and self._due[0][0] <= now_ms:
+            due_ms, block = heappop(self._due)
+            entry = self._entries.get(block)
+            if entry is None or entry.due_ms != due_ms:
+                continue
+            entry.due_ms = 0
+            if not entry.wanted:
+                self._withdrawals.append(block)
+            elif entry.changed:
+                self._publications.append(block)
+            else:
+                self._refreshes.append(block)
+        self._send(now_ms)
+
+    def answered(self, call: IndexCall, response: Response, body: bytes, now_ms: int) -> None:
+        """Take the index's answer in."""
+        self._calls -= 1
+        match call:
+            case TellDescriptor(compat_id):
+                if not response.is_success:
+                    self._told.discard(compat_id)
+            case PutRecord(block, refresh):
+                entry = self._returned(block)
+                if response.is_success:
+                    if refresh and response.status == 201:
+                        self._told.clear()  # the index has lost what it knew
+                    self._published(block, entry, body, now_ms)
+                elif response.status == 409:
+                    self._refused.append(block)
+                    self._take_up(block, entry)
+                else:
+                    entry.changed = True
+                    self._retry(block, entry, now_ms)
+            case DeleteRecord(block):
+                entry = self._returned(block)
+                if response.is_success or response.status == 404:
+                    entry.listed = False
+                    entry.acknowledged_until_ms = 0
+                    if entry.wanted:
+                        self._take_up(block, entry)
+                    else:
+                        self._forget(block)
+                else:
+                    self._retry(block, entry, now_ms)
+        self._send(now_ms)
+
+    def failed(self, call: IndexCall, now_ms: int) -> None:
+        """Take note that a call had no answer: what was sent may have arrived all the same, or may still."""
+        self._calls -= 1
+        match call:
+            case TellDescriptor(compat_id):
+                self._told.discard(compat_id)
+            case PutRecord(block) | DeleteRecord(block):
+                entry = self._returned(block)
+                entry.changed = entry.wanted
+                self._retry(block, entry, now_ms)
+        self._send(now_ms)
+
+    # Parts
+
+    def _returned(self, block: str) -> _Entry:
+        entry = self._entries[block]
+        entry.calling = False
+        return entry
+
+    def _take_up(self, block: str, entry: _Entry) -> None:
+        """Go on with what was asked for while a call was on its way."""
+        if not entry.wanted:
+            self._withdrawals.append(block)
+        elif entry.changed:
+            self._publications.append(block)
+
+    def _published(self, block: str, entry: _Entry, body: bytes, now_ms: int) -> None:
+        try:
+            ttl_ms = decode(PublishAnswer, body).ttl_ms
+        except RemoteProtocolError:
+            ttl_ms = self._ttl_ms
+        entry.retries = 0
+        entry.acknowledged_until_ms = entry.listed_until_ms = now_ms + ttl_ms
+        self._schedule(block, entry, now_ms + max(1, min(ttl_ms, self._ttl_ms) // 3))
+        self._take_up(block, entry)
+
+    def _retry(self, block: str, entry: _Entry, now_ms: int) -> None:
+        if not entry.wanted and now_ms >= entry.listed_until_ms:
+            self._forget(block)  # the record has expired by itself
+            return
+        delay_ms = PUBLISH_RETRY_MS << min(entry.retries, 6)
+        entry.retries += 1
+        jitter_ms = int.from_bytes(self._random_bytes(4), "big") % delay_ms
+        self._schedule(block, entry, now_ms + delay_ms // 2 + jitter_ms)
+
+    def _forget(self, block: str) -> None:
+        del self._entries[block]
+        self._withdrawn.append(block)
+
+    def _schedule(self, block: str, entry: _Entry, due_ms: int) -> None:
+        entry.due_ms = due_ms
+        heappush(self._due, (due_ms, block))
+        if len(self._due) > 2 * len(self._entries) + 64:
+            self._due = [(e.due_ms, b) for b, e in self._entries.items() if e.due_ms]
+            heapify(self._due)
+
+    def _send(self, now_ms: int) -> None:
+        """Send as much as may be on its way at a time, but for what a later wish has overtaken."""
+        while self._calls < self._max_calls:
+            if self._withdrawals:
+                block = self._withdrawals.popleft()
+                entry = self._entries.get(block)
+                if entry is not None and not entry.wanted and not entry.calling:
+                    self._call(DeleteRecord(block), entry, WithdrawReplica(self._holder_id, entry.block_key))
+            elif self._publications or self._refreshes:
+                refresh = not self._publications
+                block = (self._refreshes if refresh else self._publications).popleft()
+                entry = self._entries.get(block)
+                if entry is not None and entry.wanted and not entry.calling and (refresh or entry.changed):
+                    self._put(block, entry, now_ms)
+            else:
+                return
+
+    def _put(self, block: str, entry: _Entry, now_ms: int) -> None:
+        record = self._record_of(block, self._ttl_ms)
+        if record is None:
+            return
+        self._tell_descriptor(record.compat_id)
+        refresh = not entry.changed
+        entry.listed, entry.changed = True, False
+        entry.listed_until_ms = max(entry.listed_until_ms, now_ms + self._ttl_ms + PUBLISH_TIMEOUT_MS)
+        self._call(PutRecord(block, refresh), entry, PublishReplica(self._holder_id, entry.block_key), record)
+
+    def _tell_descriptor(self, compat_id: str) -> None:
+        descriptor = self._descriptor_of(compat_id)
+        if descriptor is not None and compat_id not in self._told:
+            self._told.add(compat_id)
+            self._call(TellDescriptor(compat_id), None, PutDescriptor(compat_id), descriptor.canonical_json)
+
+    def _call(
+        self, purpose: IndexCall, entry: _Entry | None, operation: Operation, body: object = None
+    ) -> None:
+        assert self._index_uri is not None
+        if entry is not None:
+            entry.calling = True
+        self._calls += 1
+        self._work.call(self._index_uri, operation, body, purpose=purpose, timeout_ms=PUBLISH_TIMEOUT_MS)
