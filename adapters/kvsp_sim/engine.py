@@ -72,7 +72,18 @@ def block_octets(descriptor: CompatibilityDescriptor, history: bytes, kind: int)
         _sections(history, layer, kind, size[0])
         for layer, size in zip(header.layers, header.sections, strict=True)
     ]
-    return b"".join(OutgoingBlock(header, sections).pieces)
+    octets = b"".join(OutgoingBlock(header, sections).pieces)
+    _HISTORIES[hashlib.blake2b(octets, digest_size=16).digest()] = history
+    return octets
+
+
+# What the blocks that were ever computed are the KV of: as a real engine finds it in the octets themselves.
+_HISTORIES: Final[dict[bytes, bytes]] = {}
+
+
+def _history_of(octets: bytes | None) -> bytes | None:
+    """Return the history whose block this is, or None."""
+    return None if octets is None else _HISTORIES.get(hashlib.blake2b(octets, digest_size=16).digest())
 
 
 @attrs.frozen(kw_only=True)
@@ -203,7 +214,12 @@ class SimulatedEngine:
 
     def _start(self, command: StartSequence) -> None:
         history, histories = b"", []
-        for token in command.tokens:
+        imported = self._imported.pop(command.sequence, {})
+        for index in range(command.known_from // self._block):
+            # Its tokens are not known; whatever was computed from them is in the KV.
+            history = _history_of(imported.get(index)) or b""
+            histories += [history] * self._block
+        for token in command.tokens[command.known_from :]:
             history = extend_history(history, token)
             histories.append(history)
         parameters = command.sampler.params
@@ -218,7 +234,6 @@ class SimulatedEngine:
             computed=command.cached_tokens,
         )
         self._sequences[command.sequence] = sequence
-        imported = self._imported.pop(command.sequence, {})
         for index in range(command.cached_tokens // self._block):
             self._check_import(sequence, index, imported.get(index))
         missing = len(command.tokens) - command.cached_tokens
