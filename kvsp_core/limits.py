@@ -55,6 +55,7 @@ __all__ = [
     "MAX_RESUME_ATTEMPTS",
     "MAX_SESSIONS",
     "MAX_SESSION_IDLE_MS",
+    "MAX_SHARD_MAPS",
     "MAX_SOURCES_PER_BLOCK",
     "MAX_STATUS_TTL_MS",
     "MAX_TOKENS_PER_CHECKPOINT",
@@ -67,6 +68,7 @@ __all__ = [
     "PUBLISH_TIMEOUT_MS",
     "QUARANTINE_MS",
     "REPLICA_TTL_MS",
+    "RESHARD_DEADLINE_MS",
     "RESHARD_RETRY_MS",
     "RESUME_DEADLINE_MS",
     "RESUME_WAIT_MS",
@@ -239,6 +241,7 @@ MAX_PLACEMENT_MS: Final = 30_000
 
 MAX_FRONT_END_RETRY_MS: Final = 2_000
 """Longest time a front end waits before it asks a controller again."""
+
 MAX_SESSIONS: Final = 100_000
 """Sessions a controller knows at a time, ended ones that are kept included; one more is 503."""
 
@@ -276,3 +279,8 @@ MAX_INCOMING_BLOCKS: Final = 64
 
 MAX_LEASE_KEYS: Final = 8192
 """Block keys in one lease; more is 413."""
+MAX_SHARD_MAPS: Final = 10_000
+"""Shard maps a controller keeps; one more raises `LimitExceeded`."""
+
+RESHARD_DEADLINE_MS: Final = 10_000
+"""How long members may take to load what a reshard gives them; then it is given up (RS-5)."""

@@ -29,29 +29,21 @@ from kvsp_core.ext_messages import (
     SessionListing,
 )
 from kvsp_core.identity import component_id
-from kvsp_core.limits import (
-    CALL_TIMEOUT_MS,
-    MAX_CONCURRENT_RESUMES,
-    MAX_PENDING_PLACEMENTS,
-    MAX_SESSIONS,
-    PLACEMENT_WAIT_MS,
-)
 from kvsp_core.machines import fleet as fleets
 from kvsp_core.machines import session as sessions
 from kvsp_core.machines.alarms import Alarms
 from kvsp_core.machines.fleet import Fleet
 from kvsp_core.machines.placement import Candidate, Placement
-from kvsp_core.machines.session import DEFAULT_TIMES, Owner, SessionLedger, SessionTimes
+from kvsp_core.machines.session import Owner, SessionLedger
 from kvsp_core.messages import (
     CheckpointRecorded,
-    PrefetchBlock,
     PrefetchDirective,
     ResumeRequest,
     StateChange,
     StatusAnswer,
 )
 from kvsp_core.problems import BAD_REQUEST, INVALID_STATE, NOT_FOUND, UNAVAILABLE, Problem
-from kvsp_core.records import InstanceStatus, SessionCheckpoint
+from kvsp_core.records import InstanceStatus, SessionCheckpoint, Shard, ShardMap
 from kvsp_core.resources import (
     ChangeInstanceState,
     ChangeState,
@@ -68,18 +60,26 @@ from kvsp_core.resources import (
     RoleName,
 )
 from kvsp_core.roles.authorization import Policy, authorize
+from kvsp_core.roles.controller_maps import AbortCall, CommitCall, PlanCall, ShardMaps
 from kvsp_core.roles.controller_placement import (
     DescriptorCall,
     Found,
     LookupCall,
     Match,
     Placements,
-    PlacementSettings,
     Subject,
+    blocks_to_load,
     placement_answer,
 )
 from kvsp_core.roles.controller_sessions import Sessions
-from kvsp_core.roles.controller_store import epoch_write, stored_epochs, stored_sessions
+from kvsp_core.roles.controller_settings import ControllerSettings
+from kvsp_core.roles.controller_store import (
+    MapContext,
+    epoch_write,
+    stored_epochs,
+    stored_maps,
+    stored_sessions,
+)
 from kvsp_core.roles.role import (
     AnswerReceived,
     BodyArrived,
@@ -97,30 +97,6 @@ from kvsp_core.roles.serving import Asked, Desk, answer, done, refuse
 from kvsp_core.roles.work import Work
 
 __all__ = ["Controller", "ControllerSettings"]
-
-
-@attrs.frozen(kw_only=True)
-class ControllerSettings:
-    """What a deployment says about its controller.
-
-    `min_active` instances stay awake whatever they ask. With `open_by_checkpoint` a first checkpoint in
-    epoch 1 opens its session (decision W19). `prefetch` sends a directive to the chosen instance where
-    loading is cheaper than computing; it may take `prefetch_deadline_ms`, and what it loaded is kept for
-    `prefetch_lease_ms`.
-    """
-
-    placement: PlacementSettings
-    times: SessionTimes = DEFAULT_TIMES
-    max_sessions: int = MAX_SESSIONS
-    max_resumes: int = MAX_CONCURRENT_RESUMES
-    max_pending_placements: int = MAX_PENDING_PLACEMENTS
-    placement_wait_ms: int = PLACEMENT_WAIT_MS
-    min_active: int = 1
-    open_by_checkpoint: bool = False
-    prefetch: bool = True
-    prefetch_deadline_ms: int = 1000
-    prefetch_lease_ms: int = 5000
-    call_timeout_ms: int = CALL_TIMEOUT_MS
 
 
 # What calls and placements are for
@@ -203,6 +179,7 @@ class Controller:
             max_resumes=settings.max_resumes,
         )
         self._placements = Placements(self._work, self._fleet, settings.placement, policy.trusted)
+        self._maps = ShardMaps(self._work, self._fleet, call_timeout_ms=settings.call_timeout_ms)
         self._desk = Desk([RoleName.CONTROLLER], self._allow)
         self._instances: dict[str, str] = {}  # identifier in paths -> base URI
         self._placed_at_ms: dict[str, int] = {}
@@ -224,6 +201,8 @@ class Controller:
         for session in stored_sessions(stored):
             effects = self._sessions.restore(session, now_ms)
             self._follow(session.record.session, effects)
+        for stored_map in stored_maps(stored):
+            self._maps.restore(stored_map, now_ms)
         for owner in self._sessions.owners():
             # A later incarnation was seen, but the crash came before its sessions were moved.
             if epochs.get(owner.instance, owner.incarnation) != owner.incarnation:
@@ -235,6 +214,7 @@ class Controller:
         deadlines = (
             self._fleet.next_deadline_ms(),
             self._sessions.next_deadline_ms(),
+            self._maps.next_deadline_ms(),
             self._alarms.next_ms(),
         )
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
@@ -260,11 +240,27 @@ class Controller:
                 pass  # a controller has no blocks, no jobs and no engine
         return self._end(now_ms)
 
+    def reshard(
+        self, map_id: str, shards: tuple[Shard, ...], context: MapContext, now_ms: int
+    ) -> tuple[Effect, ...]:
+        """Split a context over instances, or split it anew; no shards end the map. `divide` chooses shards.
+
+        For the program that embeds the controller: the protocol leaves to its policy when a group is
+        resized. Raises `LocalProtocolError` while a change of the map is under way.
+        """
+        self._maps.begin(map_id, shards, context, now_ms)
+        return self._end(now_ms)
+
+    def shard_map(self, map_id: str) -> ShardMap | None:
+        """Return the authoritative version of a shard map, or None."""
+        return self._maps.get(map_id)
+
     def _end(self, now_ms: int) -> tuple[Effect, ...]:
         """Take up what waits, now that something may have changed, and return all effects."""
         if self._instances_changed:
             self._instances_changed = False
             self._sessions.retry_waiting()
+            self._maps.repair(now_ms)
             self._again = deque(self._waiting)
         while self._again and len(self._placements) < self._settings.max_resumes:
             waiting = self._waiting.pop(self._again.popleft(), None)
@@ -278,6 +274,7 @@ class Controller:
         self._fleet_effects(self._fleet.handle(fleets.TimerFired(), now_ms), None, now_ms)
         for ledger, effects in self._sessions.fire(now_ms):
             self._follow(ledger.record.session, effects)
+        self._maps.fire(now_ms)
         for key in self._alarms.take_due(now_ms):
             if self._waiting.pop(int(key), None) is not None:
                 self._work.emit(refuse(int(key), _NO_INSTANCE, retry_after_s=_RETRY_AFTER_S))
@@ -314,6 +311,8 @@ class Controller:
                     self._found(found, now_ms)
             case _ResumeCall(session, epoch):
                 self._resume_answered(session, epoch, item, now_ms)
+            case PlanCall() | CommitCall() | AbortCall():
+                self._maps.handle(purpose, item, now_ms)
             case _StateCall(instance):
                 self._state_answered(instance, item, now_ms)
             case _PrefetchCall():
@@ -357,6 +356,7 @@ class Controller:
                 case fleets.InstanceFailed(instance, epoch):
                     self._work.observe("kvsp_instances_failed")
                     self._lose(Owner(instance, epoch), now_ms)
+                    self._maps.lose(instance, now_ms)
                 case fleets.InstanceJoined() | fleets.StateReported():
                     self._instances_changed = True
                 case fleets.RequestState(instance, state):
@@ -509,11 +509,7 @@ class Controller:
 
     def _prefetch(self, chosen: Candidate, reference: str, compat_id: str, match: Match) -> None:
         """Have the chosen instance load the leading blocks it does not hold (LC-2: it is active)."""
-        blocks = []
-        for key, replicas in zip(match.prefix.block_keys, match.replicas, strict=False):
-            holders = tuple(dict.fromkeys(record.holder for record in replicas))
-            if chosen.instance not in holders:
-                blocks.append(PrefetchBlock(block_key=key, sources=holders))
+        blocks = blocks_to_load(chosen.instance, match)
         if not blocks:
             return
         directive = PrefetchDirective(
@@ -521,7 +517,7 @@ class Controller:
             request_ref=reference,
             scope_id=match.prefix.scope_id,
             compat_id=compat_id,
-            blocks=tuple(blocks),
+            blocks=blocks,
             layer_order="ascending",
             deadline_ms=self._settings.prefetch_deadline_ms,
             lease_ms=self._settings.prefetch_lease_ms,

@@ -32,7 +32,7 @@ from kvsp_core.machines.placement import (
     place,
 )
 from kvsp_core.machines.session import SessionRecord
-from kvsp_core.messages import LookupAnswer, LookupRequest
+from kvsp_core.messages import LookupAnswer, LookupRequest, PrefetchBlock
 from kvsp_core.problems import Problem
 from kvsp_core.records import InstanceStatus, ReplicaRecord
 from kvsp_core.resources import GetDescriptor, Lookup
@@ -318,6 +318,16 @@ def _read(item: AnswerReceived | CallFailed) -> LookupAnswer | None:
     except KVSPError:
         return None
     return None if isinstance(answer, Problem) else answer
+
+
+def blocks_to_load(instance: str, match: Match) -> tuple[PrefetchBlock, ...]:
+    """Return the leading blocks that an instance does not hold, each with those who do."""
+    blocks = []
+    for key, replicas in zip(match.prefix.block_keys, match.replicas, strict=False):
+        holders = tuple(dict.fromkeys(record.holder for record in replicas))
+        if instance not in holders:
+            blocks.append(PrefetchBlock(block_key=key, sources=holders))
+    return tuple(blocks)
 
 
 def placement_answer(record: SessionRecord, reference: str, placement: Placement) -> PlacementAnswer:

@@ -32,6 +32,7 @@ __all__ = [
     "StoredMap",
     "StoredSession",
     "epoch_write",
+    "map_drop",
     "map_write",
     "session_writes",
     "stored_epochs",
@@ -102,6 +103,11 @@ def session_writes(session: str, effects: Iterable[Effect]) -> Iterator[Write]:
                 yield from (Delete(table, session) for table in (SESSIONS, PROMPTS, OUTPUTS))
             case _:
                 pass
+
+
+def map_drop(map_id: str) -> Write:
+    """Return the write that forgets a shard map."""
+    return Delete(MAPS, map_id)
 
 
 # Read back

@@ -1,0 +1,309 @@
+"""The shard maps of a controller: one coordinator for each, its calls, and what it has made durable.
+
+A context that is split over several instances is split anew when the program that embeds the controller says
+so (`begin`), and by itself when a member is lost: its ranges go to the instance that may take work and holds
+the fewest tokens of the context, which computes them (RS-6). The protocol of it is
+`kvsp_core.machines.reshard`; decisions W21 and W32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeAlias, assert_never
+
+import attrs
+
+from kvsp_core.answers import read_outcome
+from kvsp_core.errors import LimitExceeded, LocalProtocolError
+from kvsp_core.limits import CALL_TIMEOUT_MS, MAX_SHARD_MAPS, RESHARD_DEADLINE_MS, RESHARD_RETRY_MS
+from kvsp_core.machines import reshard as m
+from kvsp_core.machines.alarms import Alarms
+from kvsp_core.machines.fleet import Fleet
+from kvsp_core.machines.reshard_plan import Plan
+from kvsp_core.messages import FetchRange, ReshardAbort, ReshardCommit, ReshardMessage, ReshardPlan
+from kvsp_core.problems import PLAN_CONFLICT
+from kvsp_core.records import Shard, ShardMap
+from kvsp_core.resources import ReshardGroup
+from kvsp_core.roles.controller_store import MapContext, StoredMap, map_drop, map_write
+from kvsp_core.roles.role import AnswerReceived, CallFailed, Persist
+from kvsp_core.roles.work import Work
+
+__all__ = ["AbortCall", "CommitCall", "PlanCall", "ReshardCall", "ShardMaps"]
+
+
+@attrs.frozen
+class PlanCall:
+    """Sends a member its plan."""
+
+    map: str = attrs.field(repr=False)
+    instance: str
+    version: int
+
+
+@attrs.frozen
+class CommitCall:
+    """Tells a member that a version holds."""
+
+    map: str = attrs.field(repr=False)
+    instance: str
+    version: int
+
+
+@attrs.frozen
+class AbortCall:
+    """Tells a member that a version will not hold."""
+
+    map: str = attrs.field(repr=False)
+    instance: str
+    version: int
+
+
+ReshardCall: TypeAlias = PlanCall | CommitCall | AbortCall
+
+
+@attrs.define(eq=False)
+class _Group:
+    """One shard map: the context it splits, and how far a change of it has come."""
+
+    context: MapContext
+    state: m.State
+
+
+class ShardMaps:
+    """All shard maps of one controller."""
+
+    def __init__(
+        self,
+        work: Work,
+        fleet: Fleet,
+        *,
+        max_maps: int = MAX_SHARD_MAPS,
+        deadline_ms: int = RESHARD_DEADLINE_MS,
+        retry_ms: int = RESHARD_RETRY_MS,
+        call_timeout_ms: int = CALL_TIMEOUT_MS,
+    ) -> None:
+        self._work = work
+        self._fleet = fleet
+        self._max_maps = max_maps
+        self._deadline_ms = deadline_ms
+        self._retry_ms = retry_ms
+        self._call_timeout_ms = call_timeout_ms
+        self._groups: dict[str, _Group] = {}
+        self._member_of: dict[str, dict[str, None]] = {}  # instance -> maps that give it ranges
+        self._alarms = Alarms()
+        self._unrepaired: dict[str, None] = {}  # maps with ranges that have no living owner
+
+    def get(self, map_id: str) -> ShardMap | None:
+        """Return the authoritative version of a map, or None."""
+        group = self._groups.get(map_id)
+        return group.state.map if group else None
+
+    def is_changing(self, map_id: str) -> bool:
+        """Return whether a change of a map is under way."""
+        group = self._groups.get(map_id)
+        return group is not None and not isinstance(group.state, m.Stable)
+
+    def next_deadline_ms(self) -> int | None:
+        """Return when `fire` is next due, or None. It may be early."""
+        return self._alarms.next_ms()
+
+    # What is to be done
+
+    def begin(self, map_id: str, shards: tuple[Shard, ...], context: MapContext, now_ms: int) -> None:
+        """Go over to these shards; none end the map. A map's identifier is not used again after its end.
+
+        Raises `LocalProtocolError` while a change is under way, or for an instance that may not take work,
+        and `LimitExceeded` where there are too many maps.
+        """
+        group = self._groups.get(map_id)
+        held = {shard.instance for shard in group.state.map.shards} if group else set[str]()
+        for instance in {shard.instance for shard in shards} - held:
+            if not self._fleet.is_assignable(instance):
+                raise LocalProtocolError(f"{instance} is not active, so it gets no ranges (LC-2)")
+        if group is None:
+            if len(self._groups) >= self._max_maps:
+                raise LimitExceeded(f"a controller keeps at most {self._max_maps} shard maps; end some")
+            group = _Group(context, m.Stable(map=ShardMap(map=map_id, version=0, shards=())))
+        event = m.Begin(shards=shards, block_tokens=context.block_tokens, deadline_ms=self._deadline_ms)
+        state, effects = m.transition(group.state, event, now_ms)
+        self._groups[map_id] = group
+        group.context = context
+        self._enter(map_id, group, state, effects, now_ms)
+
+    def restore(self, stored: StoredMap, now_ms: int) -> None:
+        """Go on with a map that was stored."""
+        state, effects = m.recover(stored.record)
+        group = _Group(stored.context, state)
+        map_id = stored.record.map.map
+        self._groups[map_id] = group
+        self._note_members(map_id, frozenset(), _members(state))
+        self._enter(map_id, group, state, effects, now_ms)
+
+    # What happens
+
+    def lose(self, instance: str, now_ms: int) -> None:
+        """An incarnation of an instance is gone, and with it what it held."""
+        for map_id in tuple(self._member_of.get(instance, ())):
+            self._apply(map_id, m.MemberLost(instance), now_ms)
+
+    def repair(self, now_ms: int) -> None:
+        """Give ranges without a living owner to instances that can take them; ask when instances change."""
+        for map_id in tuple(self._unrepaired):
+            group = self._groups[map_id]
+            if isinstance(group.state, m.Stable):
+                self._reassign(map_id, group, now_ms)
+
+    def fire(self, now_ms: int) -> None:
+        """Let the deadlines that have come take effect."""
+        for map_id in self._alarms.take_due(now_ms):
+            self._apply(map_id, m.Timer(), now_ms)
+            if map_id in self._unrepaired and isinstance(self._groups[map_id].state, m.Stable):
+                self._reassign(map_id, self._groups[map_id], now_ms)
+
+    def handle(self, call: ReshardCall, item: AnswerReceived | CallFailed, now_ms: int) -> None:
+        """Take in the end of a call to a member."""
+        if call.map not in self._groups:
+            return
+        event: m.Event = m.CallFailed(call.instance, call.version)
+        if isinstance(item, AnswerReceived):
+            problem = read_outcome(item.response, item.body)
+            match call:
+                case PlanCall(_, instance, version):
+                    # Any answer but 200 is a refusal (decision W21).
+                    event = m.PlanAnswered(instance, version, item.response.status == 200)
+                case CommitCall(_, instance, version):
+                    if problem is None or problem.type == PLAN_CONFLICT:
+                        event = m.CommitAnswered(instance, version, problem is None)
+                case AbortCall(_, instance, version):
+                    if item.response.status < 500:
+                        event = m.AbortAnswered(instance, version)
+                case _:
+                    assert_never(call)
+        self._apply(call.map, event, now_ms)
+
+    def _apply(self, map_id: str, event: m.Event, now_ms: int) -> None:
+        group = self._groups.get(map_id)
+        if group is not None:
+            state, effects = m.transition(group.state, event, now_ms)
+            self._enter(map_id, group, state, effects, now_ms)
+
+    def _enter(
+        self, map_id: str, group: _Group, state: m.State, effects: Iterable[m.Effect], now_ms: int
+    ) -> None:
+        """Take a state over, and do what the coordinator wants."""
+        before, group.state = group.state, state
+        self._note_members(map_id, _members(before), _members(state))
+        self._alarms.set(map_id, m.next_deadline_ms(state))
+        for effect in effects:
+            self._do(map_id, group, effect)
+        if not isinstance(state, m.Stable):
+            return
+        if not state.map.shards and state.map.version:
+            self._end(map_id)
+        elif not state.lost & _members(state):
+            self._unrepaired.pop(map_id, None)
+        elif isinstance(before, m.Aborting):
+            # Not at once, lest a member that refuses be asked without end.
+            self._unrepaired[map_id] = None
+            self._alarms.set(map_id, now_ms + self._retry_ms)
+        else:
+            self._reassign(map_id, group, now_ms)
+
+    def _do(self, map_id: str, group: _Group, effect: m.Effect) -> None:
+        match effect:
+            case m.PersistRecord(record):
+                self._work.emit(Persist((map_write(StoredMap(record=record, context=group.context)),)))
+            case m.Prepare(instance, plan):
+                self._tell(
+                    PlanCall(map_id, instance, plan.to), _plan_message(map_id, group, plan), plan.deadline_ms
+                )
+            case m.Commit(instance, version):
+                self._tell(CommitCall(map_id, instance, version), ReshardCommit(map=map_id, commit=version))
+            case m.Abort(instance, version):
+                self._tell(AbortCall(map_id, instance, version), ReshardAbort(map=map_id, abort=version))
+            case m.Committed(moved_tokens=moved, computed_tokens=computed):
+                self._work.observe("kvsp_reshards", outcome="committed")
+                self._work.observe("kvsp_reshard_moved_tokens", moved)
+                self._work.observe("kvsp_recomputed_tokens", computed)
+            case m.Aborted():
+                self._work.observe("kvsp_reshards", outcome="aborted")
+            case m.RangesLost():
+                self._unrepaired[map_id] = None
+                self._work.observe("kvsp_shards_lost")
+            case _:
+                assert_never(effect)
+
+    def _tell(self, call: ReshardCall, message: ReshardMessage, timeout_ms: int | None = None) -> None:
+        self._work.call(
+            call.instance,
+            ReshardGroup(),
+            message,
+            purpose=call,
+            timeout_ms=timeout_ms or self._call_timeout_ms,
+        )
+
+    def _reassign(self, map_id: str, group: _Group, now_ms: int) -> None:
+        """Give the ranges of lost members to whoever holds least; wait where nobody can take them."""
+        assert isinstance(group.state, m.Stable)
+        self._unrepaired[map_id] = None
+        held = {status.instance: 0 for status in self._fleet.assignable()}
+        for shard in group.state.map.shards:
+            if shard.instance in held and shard.instance not in group.state.lost:
+                held[shard.instance] += shard.tokens[1] - shard.tokens[0]
+        if not held:
+            return
+        shards = []
+        for shard in group.state.map.shards:
+            if shard.instance in group.state.lost:
+                least = min(held, key=lambda instance: (held[instance], instance))
+                held[least] += shard.tokens[1] - shard.tokens[0]
+                shard = attrs.evolve(shard, instance=least)
+            shards.append(shard)
+        self.begin(map_id, tuple(shards), group.context, now_ms)
+
+    def _note_members(self, map_id: str, before: frozenset[str], after: frozenset[str]) -> None:
+        for instance in before - after:
+            maps = self._member_of[instance]
+            del maps[map_id]
+            if not maps:
+                del self._member_of[instance]
+        for instance in after - before:
+            self._member_of.setdefault(instance, {})[map_id] = None
+
+    def _end(self, map_id: str) -> None:
+        self._note_members(map_id, _members(self._groups.pop(map_id).state), frozenset())
+        self._unrepaired.pop(map_id, None)
+        self._alarms.set(map_id, None)
+        self._work.emit(Persist((map_drop(map_id),)))
+
+
+def _members(state: m.State) -> frozenset[str]:
+    """Return the instances that have a part in a map or in a change of it."""
+    members = {shard.instance for shard in state.map.shards}
+    match state:
+        case m.Stable():
+            pass
+        case m.Preparing():
+            members |= {plan.member.instance for plan in state.plans}
+        case m.Committing() | m.Aborting():
+            members |= state.waiting
+        case _:
+            assert_never(state)
+    return frozenset(members)
+
+
+def _plan_message(map_id: str, group: _Group, plan: Plan) -> ReshardPlan:
+    member, context = plan.member, group.context
+    return ReshardPlan(
+        map=map_id,
+        from_=plan.version,
+        to=plan.to,
+        deadline_ms=plan.deadline_ms,
+        retain=member.retain,
+        fetch=tuple(FetchRange(tokens=one.tokens, from_=one.source) for one in member.fetch),
+        release=member.release,
+        compat_id=context.compat_id,
+        scope_id=context.scope_id,
+        block_keys=context.block_keys,
+        assign=member.assign,
+    )

@@ -1,0 +1,218 @@
+"""Shard maps at the controller: split, split anew, given up, repaired when a member is lost, restarted."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvsp_core.answers import problem_response
+from kvsp_core.errors import LimitExceeded, LocalProtocolError
+from kvsp_core.messages import ReshardAbort, ReshardCommit, ReshardMessage, ReshardPlan, decode_reshard
+from kvsp_core.problems import PLAN_CONFLICT, Problem
+from kvsp_core.records import Shard
+from kvsp_core.roles.controller_store import MapContext
+from kvsp_core.roles.role import AnswerReceived, Call, CallFailed, Persist
+from tests.unit.roles.test_controller import COMPAT, KEYS, SCOPE, A, B, C, Talk
+
+CONTEXT = MapContext(compat_id=COMPAT, scope_id=SCOPE, block_keys=KEYS, block_tokens=16)
+
+
+def shards(*owners: str) -> tuple[Shard, ...]:
+    """Each owner gets 16 tokens, in this order."""
+    return tuple(
+        Shard(tokens=(16 * place, 16 * place + 16), instance=owner) for place, owner in enumerate(owners)
+    )
+
+
+class Group(Talk):
+    """A controller and the members of one map."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for instance in (A, B, C):
+            self.report(instance, ttl_ms=60_000)
+
+    def split(self, *owners: str) -> None:
+        self.take(self.controller.reshard("m1", shards(*owners), CONTEXT, self.now_ms))
+
+    def told(self) -> dict[str, ReshardMessage]:
+        return {
+            call.base_uri: decode_reshard(call.body)  # type: ignore[arg-type]
+            for call in self.calls.values()
+            if call.request.path == "reshard"
+        }
+
+    def answer_all(self, status: int = 200) -> None:
+        for call in tuple(self.calls.values()):
+            if call.request.path == "reshard":
+                self.reply(call, status=status)
+
+    def owners(self) -> list[str]:
+        current = self.controller.shard_map("m1")
+        assert current is not None
+        return [shard.instance for shard in current.shards]
+
+    def version(self) -> int:
+        current = self.controller.shard_map("m1")
+        assert current is not None
+        return current.version
+
+
+@pytest.fixture
+def group() -> Group:
+    return Group()
+
+
+@pytest.fixture
+def split(group: Group) -> Group:
+    group.split(A, B)
+    group.answer_all()
+    group.answer_all()
+    assert (group.owners(), group.version()) == ([A, B], 1)
+    return group
+
+
+@pytest.mark.requirement("RS-1", "RS-4")
+def test_a_context_is_split_when_all_members_have_acknowledged(group: Group) -> None:
+    group.split(A, B)
+    plans = group.told()
+    assert {instance: plan.assign for instance, plan in plans.items() if isinstance(plan, ReshardPlan)} == {
+        A: ((0, 16),),
+        B: ((16, 32),),
+    }
+    assert group.owners() == []
+    first, second = list(group.calls.values())
+    group.reply(first)
+    assert group.owners() == []
+    group.effects.clear()
+    group.reply(second)
+    assert group.owners() == [A, B]
+    assert isinstance(group.effects[0], Persist)  # the decision, before the first commit
+    assert set(map(type, group.told().values())) == {ReshardCommit}
+    group.answer_all()
+    assert group.told() == {}
+
+
+@pytest.mark.requirement("RS-2")
+def test_what_stays_is_not_moved(split: Group) -> None:
+    split.split(A, B, C)
+    told = split.told()
+    assert isinstance(told[A], ReshardPlan)
+    assert (told[A].retain, told[A].fetch) == (((0, 16),), ())
+    assert isinstance(told[C], ReshardPlan)
+    assert (told[C].from_, told[C].to, told[C].compat_id) == (1, 2, COMPAT)
+
+
+@pytest.mark.requirement("RS-5")
+@pytest.mark.parametrize("how", ["refused", "late"])
+def test_a_change_that_a_member_does_not_acknowledge_is_given_up_by_all(split: Group, how: str) -> None:
+    split.split(A, C)
+    if how == "refused":
+        split.reply(next(call for call in split.calls.values() if call.base_uri == C), status=409)
+    else:
+        split.pass_time(10_000)
+    assert [m for m in split.told().values() if isinstance(m, ReshardAbort)]
+    assert split.owners() == [A, B]
+    split.answer_all()
+    split.split(A, C)
+    told = split.told()[C]
+    assert isinstance(told, ReshardPlan)
+    assert told.to == 3  # a version is never used twice
+
+
+def test_one_change_at_a_time_and_only_to_instances_that_may_take_work(group: Group) -> None:
+    with pytest.raises(LocalProtocolError, match="not active"):
+        group.split("https://nobody.example/")
+    group.split(A)
+    with pytest.raises(LocalProtocolError, match="Begin is not allowed"):
+        group.split(A, B)
+
+
+def test_there_are_only_so_many_maps(group: Group) -> None:
+    group.controller._maps._max_maps = 0
+    with pytest.raises(LimitExceeded):
+        group.split(A)
+
+
+@pytest.mark.requirement("RS-6")
+def test_the_ranges_of_a_lost_member_go_to_another_which_computes_them(split: Group) -> None:
+    split.report(B, epoch=2, state="draining", ttl_ms=60_000)
+    told = split.told()
+    assert isinstance(told[C], ReshardPlan)
+    assert (told[C].assign, told[C].fetch) == (((16, 32),), ())
+    split.answer_all()
+    split.answer_all()
+    assert (split.owners(), split.version()) == ([A, C], 2)
+
+
+@pytest.mark.requirement("RS-6")
+def test_ranges_wait_for_an_instance_that_can_take_them(split: Group) -> None:
+    for instance in (A, C):
+        split.report(instance, state="draining", ttl_ms=60_000)
+    split.report(B, epoch=2, state="draining", ttl_ms=60_000)
+    assert split.told() == {}
+    split.report(C, epoch=2, ttl_ms=60_000)
+    assert isinstance(split.told()[C], ReshardPlan)
+
+
+@pytest.mark.requirement("RS-6")
+def test_a_repair_that_is_refused_is_tried_again_after_a_while(split: Group) -> None:
+    split.report(B, epoch=2, state="draining", ttl_ms=60_000)
+    split.answer_all(409)
+    for call in tuple(split.calls.values()):
+        if call.base_uri == B:  # it is asked whether it still has its ranges
+            del split.calls[call.call_id]
+            response, octets = problem_response(Problem(PLAN_CONFLICT))
+            split.give(AnswerReceived(call.call_id, response, octets))
+    split.answer_all()
+    assert split.told() == {}
+    split.pass_time(500)
+    assert isinstance(split.told()[C], ReshardPlan)
+
+
+@pytest.mark.requirement("RS-6")
+def test_a_commit_is_repeated_until_it_is_answered(group: Group) -> None:
+    group.split(A)
+    group.answer_all()
+    (call,) = group.calls.values()
+    group.give(CallFailed(group.calls.pop(call.call_id).call_id, "no connection"))
+    group.pass_time(500)
+    assert group.told() == {A: ReshardCommit(map="m1", commit=1)}
+
+
+@pytest.mark.requirement("RS-6")
+def test_a_restarted_controller_tells_its_decision_again_and_gives_up_what_it_had_not_decided(
+    split: Group,
+) -> None:
+    split.split(A, C)
+    split.restart()
+    assert set(map(type, split.told().values())) == {ReshardAbort}
+    split.answer_all()
+    assert split.owners() == [A, B]
+    for instance in (A, B, C):
+        split.report(instance, ttl_ms=60_000)
+    split.split(A, C)
+    split.answer_all()
+    split.restart()
+    assert set(map(type, split.told().values())) == {ReshardCommit}
+    assert (split.owners(), split.version()) == ([A, C], 3)
+
+
+def test_a_map_without_shards_is_over_and_forgotten(split: Group) -> None:
+    split.split()
+    split.answer_all()
+    split.answer_all()
+    assert split.controller.shard_map("m1") is None
+    assert split.store.tables["maps"] == {}
+    calls = [effect for effect in split.effects if isinstance(effect, Call)]
+    split.report(A, epoch=2, ttl_ms=60_000)
+    assert [effect for effect in split.effects if isinstance(effect, Call)] == calls
+
+
+def test_a_first_split_that_is_given_up_keeps_its_version(group: Group) -> None:
+    group.split(A)
+    group.answer_all(409)
+    group.answer_all()
+    group.split(A)
+    told = group.told()[A]
+    assert isinstance(told, ReshardPlan)
+    assert (told.from_, told.to) == (0, 2)
