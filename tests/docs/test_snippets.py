@@ -1,15 +1,19 @@
 """What the README and the documentation show works as shown.
 
 The blocks of a page run in the order of the page, in one empty directory. ``python`` blocks share their
-names. Of a ``console`` block each line after ``$ `` is a command (a trailing backslash continues it); what
-stands under it is its output, compared where there is any, with ``...`` for what varies. A block under the
-comment ``<!-- not run: REASON -->`` is left alone.
+names. Of a ``console`` block each line after ``$ `` is a command, which lines after ``> `` or a trailing
+backslash continue; what stands under it is its output, compared where there is any, with ``...`` for what
+varies. A block under the comment ``<!-- not run: REASON -->`` is left alone, one under ``<!-- needs:
+PROGRAM -->`` where that is not installed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,7 +25,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(
-    r"^(?P<not_run><!-- not run: [^\n]+ -->\n\n?)?```(?P<language>python|console)\n(?P<text>.*?)^```$",
+    r"^(?:<!-- (?P<why>not run|needs): (?P<what>[^\n]+) -->\n\n?)?"
+    r"```(?P<language>python|console)\n(?P<text>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
 
@@ -39,15 +44,18 @@ class Command(NamedTuple):
 
 def blocks_of(page: str) -> Iterator[Block]:
     for match in BLOCK.finditer(page):
-        if match["not_run"] is None:
+        left_out = match["why"] == "not run" or (match["why"] == "needs" and not shutil.which(match["what"]))
+        if not left_out:
             yield Block(match["language"], page.count("\n", 0, match.start("text")), match["text"])
 
 
 def commands_of(text: str) -> Iterator[Command]:
     for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
-        lines = part.split("\n")
-        last = next(i for i, line in enumerate(lines) if not line.endswith("\\"))
-        yield Command("\n".join(lines[: last + 1]), "\n".join(lines[last + 1 :]).strip())
+        first, *rest = part.split("\n")
+        command = [first]
+        while rest and (rest[0].startswith(">") or command[-1].endswith("\\")):
+            command.append(re.sub(r"^> ?", "", rest.pop(0)))
+        yield Command("\n".join(command), "\n".join(rest).strip())
 
 
 def output_matches(shown: str, real: str) -> bool:
@@ -62,7 +70,7 @@ def run_python(block: Block, page: Path, names: dict[str, Any]) -> None:
 
 def run_console(block: Block, page: Path, directory: Path, environment: dict[str, str]) -> None:
     for command in commands_of(block.text):
-        done = subprocess.run(
+        with subprocess.Popen(
             ["bash", "-c", command.text],
             cwd=directory,
             env=environment,
@@ -70,14 +78,27 @@ def run_console(block: Block, page: Path, directory: Path, environment: dict[str
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=120,
-            check=False,
-        )
+            process_group=0,
+        ) as process:
+            GROUPS.append(process.pid)
+            output = process.communicate(timeout=120)[0]
         where = f"{page.name}:{block.line + 1}: $ {command.text}"
         if command.output:
-            assert output_matches(command.output, done.stdout), f"{where}\nprinted\n{done.stdout}"
+            assert output_matches(command.output, output), f"{where}\nprinted\n{output}"
         else:
-            assert done.returncode == 0, f"{where}\nfailed with {done.returncode}\n{done.stdout}"
+            assert process.returncode == 0, f"{where}\nfailed with {process.returncode}\n{output}"
+
+
+GROUPS: list[int] = []
+"""Process groups of the commands that were run: what they left in the background is ended with the page."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running() -> Iterator[None]:
+    yield
+    while GROUPS:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(GROUPS.pop(), signal.SIGKILL)
 
 
 @pytest.fixture
@@ -118,10 +139,11 @@ def test_a_wrong_output_is_seen() -> None:
 
 
 def test_commands_and_outputs_are_told_apart() -> None:
-    text = "$ one\n1\n$ two \\\n    more\n$ three\n3\n33\n"
+    text = "$ one\n1\n$ two \\\n    more\n$ here <<END\n> a\n>  b\n> END\n$ three\n3\n33\n"
     assert list(commands_of(text)) == [
         Command("one", "1"),
         Command("two \\\n    more", ""),
+        Command("here <<END\na\n b\nEND", ""),
         Command("three", "3\n33"),
     ]
 
