@@ -49,6 +49,7 @@ _HEAD: Final = struct.Struct(">HBBBL")
 _WINDOW_UPDATE: Final = struct.Struct(">HBBBLL")
 _GOAWAY: Final = struct.Struct(">HBBBLLL")
 _FIXED_LENGTH: Final = {PRIORITY: 5, RST_STREAM: 4, PING: 8, WINDOW_UPDATE: 4}
+_GOAWAY_BYTES: Final = 8
 _ON_STREAMS: Final = frozenset((DATA, HEADERS, PRIORITY, RST_STREAM, PUSH_PROMISE, CONTINUATION))
 _ON_CONNECTION: Final = frozenset((SETTINGS, PING, GOAWAY))
 
@@ -233,6 +234,8 @@ class FrameReader:
             return 0
         if kind in (HEADERS, CONTINUATION, PUSH_PROMISE):
             self._count_block(kind, flags, stream_id, length)
+        elif (kind == SETTINGS and flags & ACK and length) or (kind == GOAWAY and length < _GOAWAY_BYTES):
+            raise Fault(ErrorCodes.FRAME_SIZE_ERROR, "a frame has not the size of its kind")
         elif kind == SETTINGS and length > 6 * self._limits.max_settings:
             raise Fault(ErrorCodes.ENHANCE_YOUR_CALM, "too many settings in a frame")
         elif kind == GOAWAY and length > self._limits.max_header_block_bytes:

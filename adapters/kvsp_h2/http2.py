@@ -173,6 +173,8 @@ class ServerConnection(Connection):
         try:
             head = request_head(headers)
             exchange.method = head.method
+            if ended and any(n == b"content-length" and v.strip(b"0") for n, v in head.fields):
+                raise Malformed("its body is missing")
             request, problem = self._understand(head, list_bytes(headers), ended)
         except Malformed:
             self._turn_away(exchange, ErrorCodes.PROTOCOL_ERROR)
