@@ -16,6 +16,7 @@ from kvsp_core.errors import KVSPError
 from kvsp_core.identity import parse_base_uri
 from kvsp_services.documents import DocumentError, read_toml
 from kvsp_services.logs import LogFormat, LogLevel
+from kvsp_services.model_dir import DEFAULT_BLOCK_TOKENS
 
 __all__ = [
     "Config",
@@ -24,8 +25,10 @@ __all__ = [
     "HolderSection",
     "IndexSection",
     "InstanceSection",
+    "LinkSection",
     "LogSection",
     "LoopName",
+    "ModelSection",
     "MonitoringSection",
     "RoleSection",
     "ScopeSection",
@@ -104,16 +107,39 @@ class HolderSection(RoleSection, frozen=True, kw_only=True):
     lease_quota_bytes: _Count = 64 << 30
 
 
-class InstanceSection(RoleSection, frozen=True, kw_only=True):
-    """``[instance]``."""
+class ModelSection(RoleSection, frozen=True, kw_only=True):
+    """What roles have that know the model. All use the same values, or they share nothing (CD-8)."""
 
     controller: str
-    index: list[str]
     model_dir: str
+    model: str | None = None
+    """Its name; by default that of the directory."""
+    block_tokens: _Count = DEFAULT_BLOCK_TOKENS
+    kv_dtype: str | None = None
+    """By default that of the weights."""
+
+
+class LinkSection(msgspec.Struct, frozen=True, kw_only=True):
+    """``[[instance.links]]``: what is known of the way to a holder; placement estimates with it."""
+
+    holder: str
+    mbit_per_s: int
+    rtt_us: int = 0
+
+
+class InstanceSection(ModelSection, frozen=True, kw_only=True):
+    """``[instance]``."""
+
+    index: list[str]
     copies_to: str | None = None
     """The holder that gets copies of generated blocks."""
     tiers: list[TierSection] = []
     max_sequences: _Count = 8
+    status_ttl_ms: _Count = 3_000
+    """After this time without a status the controller holds it for failed."""
+    prefill_tokens_per_s: int = 0
+    decode_tokens_per_s: int = 0
+    links: list[LinkSection] = []
 
 
 class ControllerSection(RoleSection, frozen=True, kw_only=True):
@@ -124,15 +150,14 @@ class ControllerSection(RoleSection, frozen=True, kw_only=True):
     """For an instance's base URI the class within which results are bit-identical (CP-6)."""
     min_active: _Count = 1
     prefetch: bool = True
+    """Whether the instance that is to serve a request is told ahead what to load."""
     open_by_checkpoint: bool = False
     """Whether a first checkpoint in epoch 1 opens its session (decision W19)."""
 
 
-class FrontEndSection(RoleSection, frozen=True, kw_only=True):
+class FrontEndSection(ModelSection, frozen=True, kw_only=True):
     """``[front_end]``: also the API of OpenAI's kind, which is no part of KVSP."""
 
-    controller: str
-    model_dir: str
     api_host: str = "127.0.0.1"
     api_port: _Port = 8000
 

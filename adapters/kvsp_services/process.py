@@ -26,13 +26,24 @@ from kvsp_core.machines.fleet import Fleet
 from kvsp_core.roles.authorization import Policy
 from kvsp_core.roles.role import Role
 from kvsp_h2 import Credentials
-from kvsp_services.assembly import Materials, make_role, make_tiers, read_descriptors, read_storage_key
+from kvsp_services.assembly import (
+    Materials,
+    make_role,
+    make_tiers,
+    read_descriptors,
+    read_model,
+    read_scopes,
+    read_storage_key,
+)
 from kvsp_services.buffers import BufferPool
-from kvsp_services.config import Config, LoopName, RoleSection
+from kvsp_services.config import Config, FrontEndSection, InstanceSection, LoopName, RoleSection
 from kvsp_services.driver import Driver
+from kvsp_services.engine_port import ThreadedEngine, numpy_engine
+from kvsp_services.generations import Generations, serve_api
 from kvsp_services.loops import AsyncioLoop, TrioLoop, Workers
 from kvsp_services.metrics import Metrics
 from kvsp_services.monitoring import MonitoringServer
+from kvsp_services.openai_api import make_app
 from kvsp_services.policy import read_policy
 from kvsp_services.ports import Loop
 from kvsp_services.stores.blocks import BlockTier
@@ -68,6 +79,14 @@ class RunningRole:
         self._committer: GroupCommitter | NoStore = NoStore()
         self._tiers: dict[str, BlockTier] = make_tiers(getattr(section, "tiers", []), process.storage_key)
         self._rebuilt: deque[float] = deque()
+        self.model = read_model(section)
+        self.generations: Generations | None = None
+        """Of a front end: what programs ask it for."""
+        self._engine: ThreadedEngine | None = None
+        if isinstance(section, FrontEndSection):
+            if not process.scopes:
+                raise KVSPError(f"[{name}]: it needs a scope to ask in; add [[scopes]] with its key_file")
+            self.generations = Generations(process.scopes[0].scope_id)
 
     def build(self) -> None:
         """Make the role from its store, and drive it."""
@@ -83,27 +102,73 @@ class RunningRole:
             config=process.config,
             policy=process.policy,
             descriptors=process.descriptors,
+            scopes=process.scopes,
+            model=self.model,
             stored=stored,
+            now_ms=process.loop.now_ms(),
+            epoch=time.time_ns() // 1_000_000,
             # A controller that is rebuilt begins anew; what the index then knows of instances runs out.
             fleet=process.fleet if not self._rebuilt else None,
         )
-        self.role = make_role(self.name, self.section, materials)
+        self.role = make_role(self.section, materials)
+        self._start_engine()
         driver = Driver(
             self.role,
             process.loop,
             ServicePeers.of_network(process.network, self.credentials),
             committer=self._committer,
             tiers=self._tiers,
+            engine=self._engine,
             pool=process.pool,
             observe=process.metrics.observe,
+            deliver=None if self.generations is None else self.generations.deliver,
             failed=self._failed,
         )
+        if self._engine is not None:
+            self._engine.driver = driver
+        if self.generations is not None:
+            self.generations.driver = driver
         if self.served is None:
             self.served = ServedRole(driver)
         else:
             self.served.driver = driver
         self.trouble = None
         driver.start()
+
+    def _start_engine(self) -> None:
+        """Begin with an engine that knows of nothing, in place of the one there was."""
+        section = self.section
+        if not isinstance(section, InstanceSection) or self.model is None:
+            return
+        if self._engine is not None:
+            self._engine.driver = None
+            self._engine.stop()
+        self._engine = numpy_engine(
+            Path(section.model_dir), kv_dtype=self.model.kv_dtype, block_tokens=self.model.block_tokens
+        )
+
+    async def serve_api(self) -> None:
+        """Serve the API of a front end until the process stops."""
+        section, process = self.section, self._process
+        if not isinstance(section, FrontEndSection) or self.generations is None:
+            return
+        from kvsp_engines.text import TextCodec
+        from kvsp_engines.weights import load_config
+
+        directory = Path(section.model_dir)
+        app = make_app(
+            model=section.model or directory.resolve().name,
+            text=TextCodec(directory),
+            generate=self.generations.generate,
+            context_tokens=load_config(directory).context,
+        )
+        await serve_api(
+            app,
+            host=section.api_host,
+            port=section.api_port,
+            on_trio=isinstance(process.loop, TrioLoop),
+            stopping=process.stopping.wait,
+        )
 
     async def listen(self) -> None:
         """Take connections."""
@@ -152,6 +217,9 @@ class RunningRole:
         """Stop the role and close its stores; blocks."""
         if self.served is not None:
             self.served.driver.stop()
+        if self._engine is not None:
+            self._engine.driver = None
+            self._engine.stop()
         self._committer.close()
         for tier in self._tiers.values():
             tier.close()
@@ -168,6 +236,7 @@ class Process:
         self.pool = BufferPool()
         self.storage_key = read_storage_key(config)
         self.descriptors = read_descriptors(config)
+        self.scopes = read_scopes(config)
         self.policy: Policy = read_policy(Path(config.policy_file))
         both = config.index is not None and config.controller is not None
         self.fleet = Fleet() if both else None
@@ -296,6 +365,8 @@ async def _serve(config: Config, loop: LoopName, started: Callable[[], None]) ->
             ready = anyio.Event()
             tasks.start_soon(process.handle_signals, ready.set)
             await ready.wait()
+            for role in process.roles:
+                tasks.start_soon(role.serve_api)
             started()
             await process.stopping.wait()
             await process.drain()

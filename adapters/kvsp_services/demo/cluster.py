@@ -1,0 +1,321 @@
+"""A cluster of KVSP roles on this machine, each a process of its own, over mutual TLS.
+
+Everything it needs, it makes: certificates, policy, keys and a configuration for each process, in a directory
+of its own. Processes are started, killed and asked as an operator would.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+
+from kvsp_core.errors import KVSPError
+from kvsp_core.ext_messages import InstanceListing, LeaseListing, SessionListing
+from kvsp_core.identity import CompatibilityDescriptor, Scope, component_id
+from kvsp_core.messages import StateChange, StatusAnswer
+from kvsp_core.resources import ChangeInstanceState, ListInstances, ListLeases, ListSessions
+from kvsp_h2 import Credentials
+from kvsp_services.asking import ask_for
+from kvsp_services.files import read_scope
+from kvsp_services.model_dir import descriptor_of_directory
+from kvsp_services.pki import init_ca, issue
+
+__all__ = ["INSTANCES", "Cluster", "Member"]
+
+INSTANCES: Final = ("alpha", "beta", "gamma")
+_ROLES: Final[Mapping[str, tuple[str, ...]]] = {
+    "index": ("index",),
+    "controller": ("controller",),
+    "cache": ("holder",),
+    **dict.fromkeys(INSTANCES, ("instance", "holder")),
+    "front": ("front-end",),
+    "operator": ("operator",),
+}
+"""Who is what, as the policy says it."""
+_START_S: Final = 60.0
+_MEMORY_BYTES: Final = 1 << 30
+
+
+@attrs.define
+class Member:
+    """One process of the cluster."""
+
+    name: str
+    base_uri: str
+    port: int
+    monitoring_port: int
+    config: Path
+    log: Path
+    process: subprocess.Popen[bytes] | None = None
+
+    def alive(self) -> bool:
+        """Return whether the process runs."""
+        return self.process is not None and self.process.poll() is None
+
+    def ready(self) -> bool:
+        """Return whether it says that it is ready."""
+        try:
+            with urllib.request.urlopen(
+                f"http://127.0.0.1:{self.monitoring_port}/ready", timeout=5
+            ) as answer:
+                return bool(answer.status == 200)
+        except (OSError, urllib.error.URLError):
+            return False
+
+    def metrics(self) -> dict[str, float]:
+        """Return its counters, summed over their labels."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.monitoring_port}/metrics", timeout=5) as answer:
+            lines = answer.read().decode().splitlines()
+        found: dict[str, float] = {}
+        for line in lines:
+            if line and not line.startswith("#"):
+                name, _, value = line.rpartition(" ")
+                name = name.partition("{")[0]
+                found[name] = found.get(name, 0.0) + float(value)
+        return found
+
+
+class Cluster:
+    """Index, controller, cache server, three instances and a front end.
+
+    A context: entering starts all of them, leaving stops them. `model_dir` is the model they serve.
+    """
+
+    def __init__(self, directory: Path, model_dir: Path, *, loop: str = "trio", status_ttl_ms: int = 1500):
+        self.directory = directory
+        self.model_dir = model_dir.resolve()
+        self._loop = loop
+        self._status_ttl_ms = status_ttl_ms
+        ports = iter(_free_ports(2 * len(_ROLES) + 1))
+        self.members: dict[str, Member] = {}
+        self.uris: dict[str, str] = {}
+        for name in _ROLES:
+            if name == "operator":
+                self.uris[name] = "spiffe://demo.example/operator"
+                continue
+            port, monitoring = next(ports), next(ports)
+            self.uris[name] = f"https://127.0.0.1:{port}/{name}/"
+            self.members[name] = Member(
+                name,
+                self.uris[name],
+                port,
+                monitoring,
+                directory / f"{name}.toml",
+                directory / f"{name}.log",
+            )
+        self.api_port = next(ports)
+        self.api_url = f"http://127.0.0.1:{self.api_port}/v1"
+        self.descriptor: CompatibilityDescriptor = descriptor_of_directory(self.model_dir)
+        self.scope: Scope
+        self._prepare()
+
+    # What it is made of
+
+    def _prepare(self) -> None:
+        directory = self.directory
+        directory.mkdir(parents=True, exist_ok=True)
+        init_ca(directory)
+        for name, uri in self.uris.items():
+            issue(directory, uri=uri, name=name)
+        for key in ("tenant.key", "storage.key"):
+            with os.fdopen(
+                os.open(directory / key, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb"
+            ) as file:
+                file.write(os.urandom(32))
+        self.scope = read_scope(directory / "tenant.key")
+        (directory / "descriptor.json").write_bytes(self.descriptor.canonical_json)
+        (directory / "policy.toml").write_text(self._policy())
+        for name, member in self.members.items():
+            member.config.write_text(self._common(member) + self._section(name))
+
+    def _policy(self) -> str:
+        def listed(names: Iterable[str]) -> str:
+            return "[" + ", ".join(f'"{self.uris[name]}"' for name in names) + "]"
+
+        lines = ["[principals]"]
+        lines += [
+            f'"{self.uris[name]}" = {list(roles)!r}'.replace("'", '"') for name, roles in _ROLES.items()
+        ]
+        lines += [f"[scopes.{self.scope.scope_id}]"]
+        lines += [f"read = {listed([*INSTANCES, 'controller', 'front', 'operator'])}"]
+        lines += [f"write = {listed(INSTANCES)}"]
+        lines += [f"publish = {listed([*INSTANCES, 'cache'])}"]
+        lines += [f"withdraw = {listed(INSTANCES)}"]
+        return "\n".join(lines) + "\n"
+
+    def _common(self, member: Member) -> str:
+        stores = member.name == "controller"
+        scoped = member.name in (*INSTANCES, "front")
+        return (
+            'authorities_file = "ca.pem"\npolicy_file = "policy.toml"\n'
+            f'data_dir = "data-{member.name}"\nloop = "{self._loop}"\n'
+            'descriptor_files = ["descriptor.json"]\n'
+            + ('storage_key_file = "storage.key"\n' if stores else "")
+            + f"[monitoring]\nport = {member.monitoring_port}\n"
+            + '[log]\nformat = "json"\nlevel = "info"\n'
+            + ('[[scopes]]\nkey_file = "tenant.key"\n' if scoped else "")
+        )
+
+    def _section(self, name: str) -> str:
+        section = {"cache": "holder", "front": "front_end"}.get(
+            name, "instance" if name in INSTANCES else name
+        )
+        lines = [
+            f"[{section}]",
+            f'base_uri = "{self.uris[name]}"',
+            f'certificate_file = "{name}.pem"',
+            f'key_file = "{name}.key"',
+        ]
+        index, model = f'index = ["{self.uris["index"]}"]', f'model_dir = "{self.model_dir}"'
+        host_tier = f'[[{section}.tiers]]\ntier = "host"\ncapacity_bytes = {_MEMORY_BYTES}'
+        match section:
+            case "holder":
+                lines += [index, host_tier]
+            case "controller":
+                lines += [index, "[controller.classes]"]
+                lines += [f'"{self.uris[each]}" = "this machine"' for each in INSTANCES]
+            case "instance":
+                lines += [index, model, f'controller = "{self.uris["controller"]}"']
+                lines += [f'copies_to = "{self.uris["cache"]}"', f"status_ttl_ms = {self._status_ttl_ms}"]
+                lines += ["prefill_tokens_per_s = 200", "decode_tokens_per_s = 10", host_tier]
+                for other in ("cache", *INSTANCES):
+                    if other != name:
+                        lines += [f'[[instance.links]]\nholder = "{self.uris[other]}"\nmbit_per_s = 1000']
+            case "front_end":
+                lines += [model, f'controller = "{self.uris["controller"]}"', f"api_port = {self.api_port}"]
+        return "\n".join(lines) + "\n"
+
+    # Its processes
+
+    def __enter__(self) -> Cluster:
+        try:
+            for name in self.members:
+                self.launch(name)
+            for name in self.members:
+                self.wait_ready(name)
+            self.wait_active(INSTANCES)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def launch(self, name: str) -> None:
+        """Start a process."""
+        member = self.members[name]
+        command = [sys.executable, "-m", "kvsp_services.cli", "serve", str(member.config)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        with member.log.open("ab") as log:
+            member.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
+            )
+
+    def wait_ready(self, name: str) -> None:
+        """Wait until a process is ready."""
+        member = self.members[name]
+        until = time.monotonic() + _START_S
+        while not member.ready():
+            if not member.alive() or time.monotonic() > until:
+                last = (member.log.read_text().splitlines() or ["it said nothing"])[-1]
+                raise KVSPError(f"{name} did not start: {last}")
+            time.sleep(0.05)
+
+    def wait_active(self, names: Iterable[str], seconds: float = 30) -> float:
+        """Wait until the controller holds these instances for active; return how long it took."""
+        wanted = {self.uris[name] for name in names}
+        return wait_until(
+            lambda: wanted <= {i.instance for i in self.instances().instances if i.state == "active"},
+            seconds,
+            "the instances to be active",
+        )
+
+    def kill(self, name: str) -> None:
+        """Kill a process, as a power cut would."""
+        process = self.members[name].process
+        assert process is not None
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+    def close(self) -> None:
+        """Stop all processes, in the end by force."""
+        running = [m.process for m in self.members.values() if m.process is not None and m.alive()]
+        for process in running:
+            process.terminate()
+        until = time.monotonic() + 3
+        for process in running:
+            try:
+                process.wait(max(0.1, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    # What an operator sees and does
+
+    @property
+    def credentials(self) -> Credentials:
+        """The operator's."""
+        folder = self.directory
+        return Credentials(folder / "operator.pem", folder / "operator.key", folder / "ca.pem")
+
+    def instances(self) -> InstanceListing:
+        """Return the controller's view of the instances."""
+        return ask_for(InstanceListing, self.credentials, self.uris["controller"], ListInstances())
+
+    def sessions(self) -> SessionListing:
+        """Return the controller's sessions."""
+        return ask_for(SessionListing, self.credentials, self.uris["controller"], ListSessions())
+
+    def leases(self, name: str) -> LeaseListing:
+        """Return the leases at a holder."""
+        return ask_for(LeaseListing, self.credentials, self.uris[name], ListLeases())
+
+    def ask_state(self, name: str, state: str) -> str:
+        """Ask for a state of an instance, by its controller."""
+        operation = ChangeInstanceState(component_id(self.uris[name]))
+        answer = ask_for(
+            StatusAnswer, self.credentials, self.uris["controller"], operation, StateChange(state=state)
+        )
+        return answer.state
+
+    def state_of(self, name: str) -> str:
+        """Return the state of an instance as the controller knows it."""
+        return next((i.state for i in self.instances().instances if i.instance == self.uris[name]), "unknown")
+
+    def name_of(self, base_uri: str | None) -> str:
+        """Return the name of a member by its base URI."""
+        return next((name for name, uri in self.uris.items() if uri == base_uri), "nobody")
+
+
+def wait_until(condition: Any, seconds: float, what: str) -> float:
+    """Wait until a condition holds; return how long it took. Raises `KVSPError` where it never does."""
+    began = time.monotonic()
+    while True:
+        try:
+            if condition():
+                return time.monotonic() - began
+        except KVSPError:
+            pass  # who was asked is not there right now
+        if time.monotonic() - began > seconds:
+            raise KVSPError(f"waited {seconds:.0f} s for {what}, in vain")
+        time.sleep(0.05)
+
+
+def _free_ports(count: int) -> list[int]:
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
