@@ -23,7 +23,7 @@ def _classes(module: ModuleType) -> list[type]:
 
 
 def _all_kinds() -> list[type]:
-    names = ("kvsp_core.records", "kvsp_core.messages")
+    names = ("kvsp_core.records", "kvsp_core.messages", "kvsp_core.ext_messages")
     modules = [importlib.import_module(name) for name in names if importlib.util.find_spec(name)]
     return sorted((kind for module in modules for kind in _classes(module)), key=lambda kind: kind.__name__)
 
