@@ -116,7 +116,7 @@ class HeldBlocks:
             if block in self._kept or not self.lease_table.may_evict(block, now_ms):
                 self.holdings.set_evictable(block, False)
                 continue
-            self._work.observe("holder_evictions", tier=tier)
+            self._work.observe("kvsp_holder_evictions", tier=tier)
             self._apply(self.lease_table.handle(leases.EvictBlock(block=block), now_ms), now_ms)
         return tier if self.holdings.free_bytes(tier) >= size_bytes else None
 
@@ -192,7 +192,7 @@ class HeldBlocks:
                     for block in blocks:
                         self._free_if_unused(block, now_ms)
                 case leases.LeaseBroken():
-                    self._work.observe("leases_broken")
+                    self._work.observe("kvsp_leases_broken")
                 case leases.CutRead():
                     # An answer that has begun keeps its buffer until it is sent; one that has not finds the
                     # block gone when its job is over. Until then the room is not used again.

@@ -300,12 +300,14 @@ class Holder:
             self._respond_block(
                 reading.request_id, reading.block, outcome.header, outcome.repr_digest, body, now_ms
             )
-            self._work.observe("holder_read_bytes", 0 if reading.head_only else outcome.header.size_bytes)
+            self._work.observe(
+                "kvsp_holder_read_bytes", 0 if reading.head_only else outcome.header.size_bytes
+            )
         elif not ended:
             self._work.emit(refuse(reading.request_id, _NOT_HELD))
         self._work.free(reading.buffer)
         if found is not None and not sound:
-            self._work.observe("digest_failures", where="holder")
+            self._work.observe("kvsp_holder_digest_failures")
             self._blocks.lose(reading.block, now_ms)
         if ended:
             self._blocks.end_read(str(reading.request_id), now_ms)
@@ -401,7 +403,7 @@ class Holder:
         self._arriving.discard(storing.block)
         self._blocks.hold(storing.block, storing.stored, storing.tier, now_ms)
         self._learn_order(storing)
-        self._work.observe("holder_blocks_stored", tier=storing.tier)
+        self._work.observe("kvsp_holder_blocks_stored", tier=storing.tier)
         if storing.request_id is not None:
             self._work.free(storing.buffer)
             self._work.emit(done(storing.request_id, 201))
@@ -412,7 +414,7 @@ class Holder:
         """Try the next tier that has room as it is; without one the block is not kept."""
         size_bytes = storing.stored.header.size_bytes
         self._blocks.holdings.release(storing.tier, size_bytes)
-        self._work.observe("holder_store_failures", tier=storing.tier, fault=fault.value)
+        self._work.observe("kvsp_holder_store_failures", tier=storing.tier, fault=fault.value)
         tiers = self._blocks.holdings.tiers
         for tier in tiers[tiers.index(storing.tier) + 1 :]:
             if self._blocks.holdings.free_bytes(tier) >= size_bytes:
@@ -477,7 +479,7 @@ class Holder:
         outcome = self._blocks.lease(event, now_ms)
         match outcome:
             case Problem():
-                self._work.observe("lease_rejections", reason=outcome.type.suffix)
+                self._work.observe("kvsp_lease_rejections", reason=outcome.type.suffix)
                 self._work.emit(refuse(asked.request_id, outcome))
                 return None
             case leases.LeaseGranted(lease=lease, ttl_ms=ttl_ms):

@@ -42,13 +42,18 @@ class _Tier:
     limits: TierLimits
     used_bytes: int = 0
     evictable_bytes: int = 0
-    # In the order in which they would go; the values are not used.
-    orphans: dict[str, None] = attrs.field(factory=dict)
-    unused: dict[str, None] = attrs.field(factory=dict)
+    # In the order in which they would go, with the number of the last use of each.
+    orphans: dict[str, int] = attrs.field(factory=dict)
+    unused: dict[str, int] = attrs.field(factory=dict)
 
     @property
     def free_bytes(self) -> int:
         return self.limits.capacity_bytes - self.used_bytes
+
+    def first_use(self) -> tuple[bool, int]:
+        """Return what its first victim is: an orphan or not, and when it was used last."""
+        queue = self.orphans or self.unused
+        return not self.orphans, next(iter(queue.values()), 0)
 
 
 @attrs.define
@@ -68,6 +73,7 @@ class Holdings:
         self._ids_of_key: dict[str, tuple[str, ...]] = {}
         self._next: dict[str, str] = {}  # what follows a block, as far as has been seen
         self._previous: dict[str, str] = {}
+        self._uses = 0
 
     def __len__(self) -> int:
         return len(self._held)
@@ -149,7 +155,8 @@ class Holdings:
         held.evictable = evictable
         tier, size_bytes = self._tiers[held.tier], held.block.header.size_bytes
         if evictable:
-            tier.unused[block] = None
+            self._uses += 1
+            tier.unused[block] = self._uses
             tier.evictable_bytes += size_bytes
         else:
             tier.unused.pop(block, None)
@@ -165,14 +172,16 @@ class Holdings:
             before = block
 
     def room_for(self, size_bytes: int) -> str | None:
-        """Return the fastest tier with room for so much, else the first that has it after evictions."""
-        for name, tier in self._tiers.items():
-            if tier.free_bytes >= size_bytes:
+        """Return the fastest tier with room for so much, else the one whose blocks are missed least."""
+        candidates = [
+            (tier.first_use(), name)
+            for name, tier in self._tiers.items()
+            if tier.free_bytes + tier.evictable_bytes >= size_bytes
+        ]
+        for _, name in candidates:
+            if self._tiers[name].free_bytes >= size_bytes:
                 return name
-        for name, tier in self._tiers.items():
-            if tier.free_bytes + tier.evictable_bytes >= size_bytes:
-                return name
-        return None
+        return min(candidates, default=(None, None))[1]
 
     def victims(self, tier: str, size_bytes: int) -> Iterator[str]:
         """Go through the blocks to evict, until there is room for so much.
@@ -205,5 +214,4 @@ class Holdings:
         if held is not None and held.evictable:
             tier = self._tiers[held.tier]
             if block in tier.unused:
-                del tier.unused[block]
-                tier.orphans[block] = None
+                tier.orphans[block] = tier.unused.pop(block)

@@ -313,10 +313,19 @@ class Loop:
             self.give(AnswerReceived(number, head, body))
         return seen
 
-    def index_is_silent(self) -> None:
-        """Let every call to the index fail once."""
+    def index_fails(self) -> None:
+        """Let the index answer 503 to all that it was asked so far."""
         calls, self.calls = self.calls, {}
         for number in calls:
+            self.give(AnswerReceived(number, Response(status=503), b""))
+
+    def index_is_silent(self, *, hears: bool = False) -> None:
+        """Let every call to the index fail once; the index may have heard it all the same."""
+        calls, self.calls = self.calls, {}
+        for number, call in calls.items():
+            key = call.request.path.rsplit("/", 1)[-1]
+            if hears and "replicas" in call.request.path:
+                (self.listed.add if call.request.method == "PUT" else self.listed.discard)(key)
             self.give(CallFailed(number, "timed out"))
 
 

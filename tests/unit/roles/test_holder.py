@@ -241,6 +241,13 @@ def test_the_next_tier_takes_what_the_first_cannot() -> None:
     loop.put(K[0])
     loop.put(K[1])
     assert (set(loop.tiers["host"]), set(loop.tiers["local-storage"])) == ({NAMES[0]}, {NAMES[1]})
+    loop.get(K[0])
+    loop.put(K[2], client=BOB)
+    loop.put(K[3], client=ALICE)  # what goes is K[1], which was not used for longest, from the slower tier
+    assert (set(loop.tiers["host"]), set(loop.tiers["local-storage"])) == (
+        {NAMES[0]},
+        {NAMES[2], NAMES[3]},
+    )
     faulty = Loop(tiers=tiers).start()
     faulty.faults["host"] = JobFault.BROKEN
     assert faulty.put(K[0]) == 201
@@ -320,7 +327,7 @@ def test_octets_that_are_not_what_was_stored_are_a_miss_and_go() -> None:
     assert loop.get(K[0]).status == 404
     assert loop.to_index() == [("DELETE", K[0])]
     assert loop.tiers["host"] == {}
-    assert loop.observed["digest_failures"] == 1
+    assert loop.observed["kvsp_holder_digest_failures"] == 1
     loop.index_answers()
     assert loop.put(K[0]) == 201
 
@@ -401,7 +408,7 @@ def test_a_lease_beyond_the_quota_is_refused() -> None:
     loop.put(K[0])
     loop.put(K[1])
     assert problem_of(loop.lease(K[0], K[1])) == "kvsp-lease-quota 429"
-    assert loop.observed["lease_rejections"] == 1
+    assert loop.observed["kvsp_lease_rejections"] == 1
     assert loop.lease(K[0]).response.status == 201
     loop.put(K[2])
     assert loop.lease(*[K[0]] * 8193).response.status == 413
@@ -433,7 +440,7 @@ def test_a_fault_of_a_leased_block_is_withdrawn_before_it_is_dropped() -> None:
     loop.index_answers()
     assert loop.tiers["host"] == {}
     assert problem_of(loop.ask(RenewLease(lease), LeaseRenewal(ttl_ms=5))) == "kvsp-not-found 404"
-    assert loop.observed["leases_broken"] == 1
+    assert loop.observed["kvsp_leases_broken"] == 1
 
 
 @pytest.mark.requirement("LE-4")
