@@ -317,11 +317,11 @@ class Instance:
 
     def _serve(self, asked: Asked, now_ms: int) -> None:
         request_id, body = asked.request_id, asked.body
-        scope_id = getattr(body, "scope_id", None)
-        problem = authorize(self.policy, asked.client, asked.operation, scope_id=scope_id)
-        if problem is not None:
-            self._work.emit(refuse(request_id, problem))
-            return
+        for scope_id in (getattr(body, "scope_id", None), self._scope_of(asked.operation)):
+            problem = authorize(self.policy, asked.client, asked.operation, scope_id=scope_id)
+            if problem is not None:
+                self._work.emit(refuse(request_id, problem))
+                return
         match asked.operation:
             case PrefetchBlocks():
                 assert isinstance(body, PrefetchDirective)
@@ -346,6 +346,16 @@ class Instance:
                 self._live(lifecycle.ChangeState(body.state), now_ms, request_id=request_id)
             case _:
                 raise AssertionError("the router gives an instance its own resources only")
+
+    def _scope_of(self, operation: Operation) -> str | None:
+        """Return the scope of the session or shard map that a request names, where it is known here."""
+        match operation:
+            case StreamOutput(session):
+                return self._sessions.scope_of(session)
+            case Attend(map_id):
+                return self._shards.scope_of(map_id)
+            case _:
+                return None
 
     def _prefetch(self, request_id: int, message: PrefetchDirective, now_ms: int) -> None:
         model = self._models.get(message.compat_id)

@@ -173,6 +173,15 @@ class Sessions:
         event = resume.ResumeReceived(epoch=body.epoch, checkpoint=checkpoint, refusal=refusal)
         self._advance(session, event, now_ms, request_id=request_id)
 
+    def scope_of(self, name: str) -> str | None:
+        """Return the scope of a session; None where it is not known here."""
+        session = self._sessions.get(name)
+        if session is None:
+            return None
+        if isinstance(session.state, resume.Loading | resume.NeedsPrompt):
+            return session.state.checkpoint.scope_id
+        return session.scope_id or None
+
     def stream_output(self, request_id: int, name: str, body: OutputRequest, now_ms: int) -> None:
         """Serve POST ext/sessions/{session}/output: begin a session, or take its output up again."""
         session = self._sessions.get(name)

@@ -176,6 +176,11 @@ class Shards:
             ),
         )
 
+    def scope_of(self, map_id: str) -> str | None:
+        """Return the scope of a shard map; None where it is not known here."""
+        shard = self._shards.get(map_id)
+        return shard.scope_id or None if shard is not None else None
+
     def attend(self, request_id: int, map_id: str, body: AttendRequest) -> None:
         """Serve POST ext/shards/{map}/attend: partial attention over what is held here in that version."""
         shard = self._shards.get(map_id)
