@@ -8,7 +8,6 @@ GOAWAY, since ``h2`` allows nothing after it.
 
 from __future__ import annotations
 
-import heapq
 from collections import OrderedDict, deque
 from typing import ClassVar, Final, cast
 
@@ -101,7 +100,7 @@ class Connection:
         self._settled = False
         self._resets = Budget(limits.resets_burst, limits.resets_per_s, now_ms)
         self._chatter = Budget(limits.control_burst, limits.control_per_s, now_ms)
-        self._looks: list[tuple[int, int]] = []
+        self._look_due_ms: int | None = None
         self._received_ms = self._idle_since_ms = now_ms
         self._ping_sent_ms: int | None = None
         self._head_due_ms: int | None = now_ms + limits.head_ms
@@ -526,7 +525,8 @@ class Connection:
         protocol.streams[stream_id] = stream
         exchange = Exchange(stream_id, stream, self._limits.stream_window_bytes)
         self._exchanges[stream_id] = exchange
-        heapq.heappush(self._looks, (self._now_ms + self._limits.idle_body_ms, stream_id))
+        if self._look_due_ms is None:
+            self._look_due_ms = self._now_ms + self._limits.idle_body_ms
         return exchange
 
     def _is_idle(self, stream_id: int) -> bool:
@@ -639,11 +639,9 @@ class Connection:
             due = self._ping_sent_ms + limits.ping_timeout_ms
         else:
             due = self._received_ms + limits.ping_ms
-        if self._looks:
-            due = min(due, self._looks[0][0])
         if not self._exchanges:
             due = min(due, self._idle_since_ms + limits.idle_ms)
-        for other in (self._head_due_ms, self._goaway_due_ms, self._drain_due_ms):
+        for other in (self._look_due_ms, self._head_due_ms, self._goaway_due_ms, self._drain_due_ms):
             if other is not None and other < due:
                 due = other
         return due
@@ -665,17 +663,14 @@ class Connection:
         self._collect()
 
     def _look_at_exchanges(self, now_ms: int) -> None:
-        """Give up exchanges whose peer has let nothing move for too long."""
-        while self._looks and self._looks[0][0] <= now_ms:
-            _, stream_id = heapq.heappop(self._looks)
-            exchange = self._exchanges.get(stream_id)
-            if exchange is None:
-                continue
+        """Give up exchanges whose peer has let nothing move since the last look."""
+        if self._look_due_ms is None or now_ms < self._look_due_ms:
+            return
+        for exchange in list(self._exchanges.values()):
             if exchange.waits_for_peer and not exchange.moved:
                 self._abandon(exchange, ErrorCodes.CANCEL, "the peer let nothing move for too long")
-                continue
             exchange.moved = False
-            heapq.heappush(self._looks, (now_ms + self._limits.idle_body_ms, stream_id))
+        self._look_due_ms = now_ms + self._limits.idle_body_ms if self._exchanges else None
 
     def _look_for_life(self, now_ms: int) -> None:
         limits = self._limits

@@ -80,7 +80,7 @@ class Exchange:
         self.out: deque[memoryview] = deque()
         self.out_bytes = self.sent_bytes = 0
         self.queued = self.pressed = False
-        self.moved = False
+        self.moved = True
         """Whether octets moved since the timer last looked."""
 
     @property
