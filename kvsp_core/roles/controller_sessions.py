@@ -8,7 +8,7 @@ thousand small steps and not one flood (decision W20).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from types import MappingProxyType
 from typing import Final
 
@@ -19,7 +19,6 @@ from kvsp_core.machines.session import (
     DEFAULT_TIMES,
     Effect,
     Event,
-    Failed,
     Forget,
     NeedTarget,
     Owner,
@@ -66,9 +65,6 @@ class Sessions:
         self._queue: deque[str] = deque()
         self._moving: dict[str, None] = {}
         self._waiting: dict[str, None] = {}
-
-    def __len__(self) -> int:
-        return len(self._ledgers)
 
     def __iter__(self) -> Iterator[SessionLedger]:
         return iter(self._ledgers.values())
@@ -227,8 +223,3 @@ class Sessions:
             output_offset=record.output_offset,
             detail=record.reason or None,
         )
-
-    @staticmethod
-    def failures(effects: Iterable[Effect]) -> int:
-        """Return how many of these effects say that a session has failed."""
-        return sum(isinstance(effect, Failed) for effect in effects)

@@ -9,7 +9,9 @@ from typing import Any
 import attrs
 import pytest
 
+from kvsp_core.answers import problem_response
 from kvsp_core.bodies import decode, encode
+from kvsp_core.errors import LocalProtocolError
 from kvsp_core.ext_messages import (
     InstanceListing,
     PlacementAnswer,
@@ -31,7 +33,7 @@ from kvsp_core.messages import (
     StateChange,
     StatusAnswer,
 )
-from kvsp_core.problems import problem_of
+from kvsp_core.problems import INVALID_STATE, Problem, problem_of
 from kvsp_core.records import InstanceStatus, Link, ReplicaRecord, Residency, Sampler, SessionCheckpoint
 from kvsp_core.registries import JSON_MEDIA_TYPE
 from kvsp_core.resources import (
@@ -374,6 +376,37 @@ def test_an_operator_drains_and_wakes_an_instance(talk: Talk) -> None:
     assert decode(InstanceListing, talk.ask(OPERATOR, ListInstances())[1]).instances[0].state == "active"
 
 
+@pytest.mark.requirement("LC-5")
+def test_a_state_is_asked_for_until_it_is_reported_unless_the_instance_refuses(talk: Talk) -> None:
+    talk.report(A, ttl_ms=60_000)
+    change = ChangeInstanceState(component_id(A))
+    talk.ask(OPERATOR, change, StateChange(state="draining"))
+    call = talk.call_to(A, "state")
+    talk.give(CallFailed(talk.calls.pop(call.call_id).call_id, "timed out"))
+    talk.pass_time(1000)
+    talk.reply(talk.call_to(A, "state"), StatusAnswer(state="draining"))
+    assert talk.report(A, state="draining", ttl_ms=60_000) == "draining"
+    talk.pass_time(5000)
+    assert not talk.calls
+    talk.ask(OPERATOR, change, StateChange(state="active"))
+    call = talk.call_to(A, "state")
+    del talk.calls[call.call_id]
+    talk.give(AnswerReceived(call.call_id, *problem_response(Problem(INVALID_STATE, "it is stopping"))))
+    talk.report(A, state="draining", ttl_ms=60_000)
+    talk.pass_time(5000)
+    assert not talk.calls
+
+
+def test_an_answer_that_cannot_be_read_is_none(talk: Talk) -> None:
+    talk.report(A, ttl_ms=60_000)
+    talk.ask(OPERATOR, ChangeInstanceState(component_id(A)), StateChange(state="draining"))
+    call = talk.call_to(A, "state")
+    del talk.calls[call.call_id]
+    talk.give(AnswerReceived(call.call_id, Response(status=200, content_type=JSON_MEDIA_TYPE), b"{"))
+    talk.pass_time(1000)
+    assert talk.call_to(A, "state")
+
+
 def test_what_an_operator_may_not_ask(talk: Talk) -> None:
     talk.report(A)
     active = StateChange(state="active")
@@ -427,6 +460,42 @@ def test_a_replica_of_a_holder_that_may_not_publish_does_not_count(talk: Talk) -
     talk.report(A)
     talk.replicas = {KEYS[0]: (replica(KEYS[0], FE),)}
     assert talk.place().candidates[0].fetched_tokens == 0
+
+
+@pytest.mark.requirement("PF-5")
+@pytest.mark.parametrize("taken", [True, False])
+def test_whether_a_directive_was_taken_is_counted_and_changes_nothing(talk: Talk, taken: bool) -> None:
+    talk.report(A)
+    talk.replicas = {KEYS[0]: (replica(KEYS[0]),)}
+    placed = talk.place()
+    call = talk.call_to(A, "prefetch")
+    if taken:
+        talk.reply(call, status=202)
+    else:
+        talk.give(CallFailed(talk.calls.pop(call.call_id).call_id, "timed out"))
+    (seen,) = talk.observed("kvsp_prefetch_directives")
+    assert seen.labels == (("outcome", "accepted" if taken else "refused"),)
+    assert talk.info(placed).state == "placed"
+
+
+@pytest.mark.parametrize("octets", [b"{", b'{"matched": 1, "blocks": []}'])
+def test_an_index_that_answers_nonsense_is_as_good_as_none(octets: bytes) -> None:
+    talk = Talk(placement={"index_uris": ("https://is1.example/",)})
+    talk.report(A)
+    number = talk.send(FE, PlaceRequest(), placement())
+    (call,) = talk.calls.values()
+    talk.give(AnswerReceived(call.call_id, Response(status=200, content_type=JSON_MEDIA_TYPE), octets))
+    assert talk.answers[number][0].status == 201
+
+
+def test_an_instance_that_computes_with_other_models_is_not_chosen(talk: Talk) -> None:
+    talk.report(A, compat_ids=("d" * 64,))
+    talk.report(B, queued=9, compat_ids=(COMPAT,))
+    placed = talk.place()
+    assert placed.instance == B
+    assert next(c for c in placed.candidates if c.instance == A).refused == (
+        "it does not compute with this model"
+    )
 
 
 def test_long_prefixes_are_looked_up_in_pieces() -> None:
@@ -530,6 +599,30 @@ def test_a_request_that_waits_too_long_is_told_to_try_again(talk: Talk) -> None:
     talk.pass_time(1)
     assert (talk.answers[number][0].status, talk.answers[number][0].retry_after_s) == (503, 1)
     assert gone not in talk.answers
+
+
+def test_requests_that_waited_are_placed_a_few_at_a_time() -> None:
+    talk = Talk(placement={"index_uris": ("https://is1.example/",)})
+    for _ in range(6):
+        talk.send(FE, PlaceRequest(), placement())
+    assert len(talk.calls) == 6
+    for call in tuple(talk.calls.values()):
+        talk.reply(call, status=503)
+    talk.report(A)
+    assert len(talk.calls) == 4
+    while talk.calls:
+        talk.reply(next(iter(talk.calls.values())), status=503)
+    assert [talk.answers[number][0].status for number in range(1, 7)] == [201] * 6
+
+
+@pytest.mark.requirement("PL-3")
+def test_one_instance_is_woken_at_a_time(talk: Talk) -> None:
+    talk.report(A, state="sleeping")
+    talk.report(B, state="sleeping")
+    talk.report(C, state="sleeping", compat_ids=("d" * 64,))
+    for _ in range(3):
+        talk.send(FE, PlaceRequest(), placement())
+    assert [call.base_uri for call in talk.calls.values()] == [A]
 
 
 def test_more_requests_than_can_wait_are_refused_at_once() -> None:
@@ -809,6 +902,35 @@ def test_a_restarted_controller_gives_each_instance_one_longest_ttl(talk: Talk) 
     assert talk.info(placed).state == "running"
     talk.pass_time(1_100)
     assert talk.info(placed).state != "running"
+
+
+@pytest.mark.parametrize(("table", "key"), [("epochs", A), ("sessions", "s"), ("maps", "m")])
+def test_a_damaged_store_is_said_to_be_so_and_shows_nothing(talk: Talk, table: str, key: str) -> None:
+    talk.store.tables[table] = {key: b"nonsense 4711"}
+    with pytest.raises(LocalProtocolError, match=f"a row of '{table}' cannot be read") as error:
+        talk.restart()
+    assert "4711" not in str(error.value)
+
+
+def test_a_log_that_ends_too_early_fails_its_session_and_no_other(talk: Talk) -> None:
+    talk.report(A)
+    placed, other = talk.place(), talk.place()
+    for one in (placed, other):
+        talk.write(one, 5, 6)
+    talk.store.tables["outputs"][placed.session] = b"\0\0\0\5\0"
+    talk.restart()
+    assert talk.info(placed).detail == "what was stored of the output is damaged"
+    assert talk.info(other).state == "running"
+
+
+def test_an_answer_to_a_resume_of_a_session_that_has_ended_is_nothing(talk: Talk) -> None:
+    placed = failing(talk, 5)
+    call = talk.call_to(B, "resume")
+    talk.ask(FE, DeleteSession(placed.session))
+    talk.pass_time(3000)
+    talk.effects.clear()
+    talk.reply(call, status=409)
+    assert not [e for e in talk.effects if not isinstance(e, Persist)]
 
 
 def test_an_empty_store_is_a_new_controller(talk: Talk) -> None:
