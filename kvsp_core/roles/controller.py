@@ -178,7 +178,12 @@ class Controller:
             max_sessions=settings.max_sessions,
             max_resumes=settings.max_resumes,
         )
-        self._placements = Placements(self._work, self._fleet, settings.placement, policy.trusted)
+        self._placements = Placements(
+            self._work,
+            self._fleet,
+            settings.placement,
+            lambda replicas: self.policy.trusted(replicas),  # of the policy as it is then
+        )
         self._maps = ShardMaps(self._work, self._fleet, call_timeout_ms=settings.call_timeout_ms)
         self._desk = Desk([RoleName.CONTROLLER], self._allow)
         self._instances: dict[str, str] = {}  # identifier in paths -> base URI
