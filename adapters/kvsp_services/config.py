@@ -70,6 +70,7 @@ class TierSection(msgspec.Struct, frozen=True, kw_only=True):
 
     tier: Literal["host", "local-storage"]
     capacity_bytes: _Count
+    read_mbit_per_s: _Count | None = None
     directory: str | None = None
     retention_ms: _Count | None = None
 
@@ -98,9 +99,9 @@ class IndexSection(RoleSection, frozen=True, kw_only=True):
 
 
 class HolderSection(RoleSection, frozen=True, kw_only=True):
-    """``[holder]``."""
+    """``[holder]``. Without an index nothing is published."""
 
-    index: list[str] = []
+    index: str | None = None
     tiers: list[TierSection]
     record_ttl_ms: _Count = 600_000
     max_lease_ttl_ms: _Count = 60_000

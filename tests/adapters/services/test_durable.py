@@ -21,9 +21,7 @@ from kvsp_core.roles.role import Append, Delete, Put, Write
 from kvsp_services.stores import durable
 from kvsp_services.stores.durable import DurableStore, GroupCommitter, back_up
 from kvsp_services.stores.sealing import StorageError
-
-sys.path.insert(0, str(Path(__file__).parent))
-from lossy_disk import RecordingDisk, supported
+from tests.adapters.services.lossy_disk import RecordingDisk, supported
 
 KEY = bytes(range(32))
 OWNER = "https://controller.example/kvsp/"

@@ -1,0 +1,105 @@
+"""Real processes for tests: configurations, certificates, start, kill and stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import httpx
+
+from kvsp_services.pki import init_ca, issue
+
+__all__ = ["OPERATOR", "Cluster", "free_ports"]
+
+OPERATOR = "spiffe://example/operator"
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports that nobody listens on now."""
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+class Cluster:
+    """Roles in one process, each under a base URI of its own, and an operator's certificate."""
+
+    def __init__(self, directory: Path, sections: Mapping[str, str], policy: str) -> None:
+        """`sections` are the lines of each role's section beyond what all have; ``{index}`` and so on in them
+        and in the policy stand for base URIs.
+        """
+        *ports, self.monitoring_port = free_ports(len(sections) + 1)
+        self.directory = directory
+        self.uris = {
+            name: f"https://127.0.0.1:{port}/kvsp/" for name, port in zip(sections, ports, strict=True)
+        }
+        self.process: subprocess.Popen[str] | None = None
+        init_ca(directory)
+        for name, uri in (*self.uris.items(), ("operator", OPERATOR)):
+            issue(directory, uri=uri, name=name)
+        key = directory / "storage.key"
+        key.write_bytes(bytes(range(100, 132)))
+        key.chmod(0o600)
+        (directory / "policy.toml").write_text(policy.format(**self.uris))
+        written = "".join(
+            f'[{name}]\nbase_uri = "{self.uris[name]}"\n'
+            f'certificate_file = "{name}.pem"\nkey_file = "{name}.key"\n{lines.format(**self.uris)}\n'
+            for name, lines in sections.items()
+        )
+        (directory / "kvsp.toml").write_text(
+            'authorities_file = "ca.pem"\npolicy_file = "policy.toml"\nstorage_key_file = "storage.key"\n'
+            f"[monitoring]\nport = {self.monitoring_port}\n{written}"
+        )
+
+    @property
+    def certificate(self) -> str:
+        """The operator's certificate."""
+        return str(self.directory / "operator.pem")
+
+    def start(self) -> None:
+        """Start the process, and wait until it is ready."""
+        command = [sys.executable, "-m", "kvsp_services.cli", "serve", str(self.directory / "kvsp.toml")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        with (self.directory / "serve.log").open("ab") as log:
+            self.process = subprocess.Popen(command, stderr=log, text=True, env=environment)
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                if httpx.get(f"http://127.0.0.1:{self.monitoring_port}/ready").status_code == 200:
+                    return
+            except httpx.TransportError:
+                time.sleep(0.05)
+        self.kill()
+        raise AssertionError(self.log)
+
+    @property
+    def log(self) -> str:
+        """What the process has logged so far."""
+        return (self.directory / "serve.log").read_text()
+
+    def metric(self, line: str) -> float:
+        """Return a value from /metrics, by all that comes before it on its line; 0 where it is not there."""
+        text = httpx.get(f"http://127.0.0.1:{self.monitoring_port}/metrics").text
+        found = [row for row in text.splitlines() if row.startswith(line + " ")]
+        return float(found[0].rsplit(" ", 1)[1]) if found else 0.0
+
+    def kill(self) -> None:
+        """End the process at once."""
+        if self.process is not None:
+            self.process.send_signal(signal.SIGKILL)
+            self.process.wait()
+
+    def stop(self) -> int:
+        """Stop the process in order and return its exit status."""
+        assert self.process is not None
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)

@@ -1,0 +1,163 @@
+"""A cache server beside an index, as processes: stored, found, fetched, leased, killed and started again."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvsp_core.block_keys import block_keys
+from kvsp_core.container_header import ContainerHeader
+from kvsp_core.identity import CompatibilityDescriptor, Scope
+from kvsp_services.cli import app
+from tests.adapters.services.cluster import OPERATOR, Cluster
+
+SCOPE_KEY = bytes(range(32))
+DESCRIPTOR = {
+    "model": "m",
+    "model_digest": "sha-256:" + "1" * 64,
+    "tokenizer_digest": "sha-256:" + "2" * 64,
+    "layers": 4,
+    "kv_heads": 2,
+    "head_dim": 8,
+    "kv_dtype": "fp32",
+    "positional": "rope",
+    "block_tokens": 4,
+    "layout": "kvsp-layout-1",
+}
+POLICY = f"""
+[principals]
+"{{holder}}" = ["holder"]
+"{OPERATOR}" = ["operator"]
+[scopes.{Scope(SCOPE_KEY).scope_id}]
+read = ["{OPERATOR}", "{{holder}}"]
+write = ["{OPERATOR}"]
+publish = ["{{holder}}"]
+"""
+SECTIONS = {
+    "index": "",
+    "holder": 'index = "{index}"\nrecord_ttl_ms = 3000\n'
+    '[[holder.tiers]]\ntier = "local-storage"\ncapacity_bytes = 1000000\ndirectory = "blocks"\n',
+}
+TOKENS = list(range(8))
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    made = Cluster(tmp_path, SECTIONS, POLICY)
+    (tmp_path / "descriptor.json").write_text(json.dumps(DESCRIPTOR))
+    (tmp_path / "tokens.json").write_text(json.dumps(TOKENS))
+    (tmp_path / "tenant.key").write_bytes(SCOPE_KEY)
+    (tmp_path / "tenant.key").chmod(0o600)
+    model = CompatibilityDescriptor.from_members(DESCRIPTOR)
+    header = ContainerHeader.for_layers(model)
+    for number in (0, 1):
+        octets = header.encode() + bytes((number + n) % 251 for n in range(header.data_bytes))
+        (tmp_path / f"block-{number}").write_bytes(octets)
+    made.start()
+    yield made
+    made.kill()
+
+
+def until(check: Callable[[], bool], seconds: float = 20) -> bool:
+    deadline = time.monotonic() + seconds
+    while not check():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+class Shell:
+    """The operator's shell."""
+
+    def __init__(self, cluster: Cluster, capfd: pytest.CaptureFixture[str]) -> None:
+        self.cluster = cluster
+        self.capfd = capfd
+        model = CompatibilityDescriptor.from_members(DESCRIPTOR)
+        self.keys = [key.hex() for key in block_keys(Scope(SCOPE_KEY), model, TOKENS)[0]]
+
+    def __call__(self, *arguments: str, scope: bool = True) -> tuple[int, str, str]:
+        directory = self.cluster.directory
+        common = ["--certificate", self.cluster.certificate]
+        if scope:
+            common += ["--descriptor", str(directory / "descriptor.json")]
+            common += ["--scope-key-file", str(directory / "tenant.key")]
+        status = app.run([*arguments, *common])
+        said, complained = self.capfd.readouterr()
+        return status, said, complained
+
+    def put(self, number: int) -> tuple[int, str, str]:
+        file = str(self.cluster.directory / f"block-{number}")
+        return self("put", file, "--block-key", self.keys[number], "--holder", self.cluster.uris["holder"])
+
+    def get(self, number: int) -> tuple[int, str, str]:
+        output = str(self.cluster.directory / "fetched")
+        where = ("--holder", self.cluster.uris["holder"], "--output", output)
+        return self("get", self.keys[number], *where)
+
+    def matched(self) -> int:
+        tokens = str(self.cluster.directory / "tokens.json")
+        _, said, _ = self("lookup", "--index", self.cluster.uris["index"], "--tokens", tokens, "--json")
+        return int(json.loads(said)["matched"])
+
+
+@pytest.fixture
+def shell(cluster: Cluster, capfd: pytest.CaptureFixture[str]) -> Shell:
+    return Shell(cluster, capfd)
+
+
+@pytest.mark.requirement("BR-1", "BR-2", "BR-6", "PB-3", "LK-1")
+def test_blocks_are_stored_published_found_and_fetched(cluster: Cluster, shell: Shell) -> None:
+    assert shell.matched() == 0
+    for number in (0, 1):
+        status, _, complained = shell.put(number)
+        assert status == 0, complained
+    assert until(lambda: shell.matched() == 2)
+    assert shell.put(0)[0] == 1, "a block is stored once"
+    status, _, complained = shell.get(1)
+    assert status == 0, complained
+    fetched, stored = (cluster.directory / name for name in ("fetched", "block-1"))
+    assert fetched.read_bytes() == stored.read_bytes()
+    status, said, complained = shell("lease", *shell.keys, "--holder", cluster.uris["holder"], scope=False)
+    assert status == 0, complained
+    status, said, _ = shell("leases", "--holder", cluster.uris["holder"], scope=False)
+    assert OPERATOR in said
+    assert cluster.stop() == 0
+
+
+@pytest.mark.requirement("PB-3", "SE-4")
+def test_after_kill_9_what_is_on_disk_is_served_and_published_again(cluster: Cluster, shell: Shell) -> None:
+    assert shell.put(0)[0] == shell.put(1)[0] == 0
+    assert until(lambda: shell.matched() == 2)
+    cluster.kill()
+    files = [path for path in (cluster.directory / "blocks").glob("*/*/*") if path.is_file()]
+    torn = files[0].read_bytes()
+    files[0].write_bytes(torn[: len(torn) - 100])
+    cluster.start()
+    assert until(lambda: shell.get(0)[0] + shell.get(1)[0] == 1), (
+        "the whole one is served, the torn one is not"
+    )
+    left = 0 if shell.get(0)[0] == 0 else 1
+    assert until(lambda: shell.matched() == (1 if left == 0 else 0))
+    assert shell.put(1 - left)[0] == 0, "what was torn can be stored again"
+    assert until(lambda: shell.matched() == 2)
+
+
+@pytest.mark.requirement("SE-5")
+def test_nothing_of_a_tenant_is_in_logs_metrics_or_on_disk(cluster: Cluster, shell: Shell) -> None:
+    assert shell.put(0)[0] == 0
+    assert until(lambda: shell.matched() == 1)
+    shell.get(0)
+    content = (cluster.directory / "block-0").read_bytes()[-64:]
+    assert cluster.stop() == 0
+    secrets = [SCOPE_KEY, shell.keys[0].encode(), bytes.fromhex(shell.keys[0]), content]
+    served = [cluster.directory / "serve.log", *(cluster.directory / "blocks").rglob("*")]
+    served += (cluster.directory / "data").rglob("*")
+    for path in served:
+        if path.is_file():
+            octets = path.read_bytes()
+            assert not any(secret in octets for secret in secrets), path
