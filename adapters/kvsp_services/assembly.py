@@ -118,7 +118,10 @@ def _make_holder(section: HolderSection, materials: Materials, numbers: Numbers 
     return Holder(
         base_uri=section.base_uri,
         policy=materials.policy,
-        tiers={tier.tier: TierLimits(capacity_bytes=tier.capacity_bytes) for tier in section.tiers},
+        tiers={
+            tier.tier: TierLimits(capacity_bytes=tier.capacity_bytes, read_mbit_per_s=tier.read_mbit_per_s)
+            for tier in section.tiers
+        },
         random_bytes=materials.random_bytes,
         now_ms=materials.now_ms,
         index_uri=next(iter(section.index), None),

@@ -101,7 +101,8 @@ class IndexSection(RoleSection, frozen=True, kw_only=True):
 class HolderSection(RoleSection, frozen=True, kw_only=True):
     """``[holder]``. Without an index nothing is published."""
 
-    index: str | None = None
+    index: list[str] = []
+    """At most one, as yet."""
     tiers: list[TierSection]
     record_ttl_ms: _Count = 600_000
     max_lease_ttl_ms: _Count = 60_000
@@ -219,6 +220,8 @@ def _check_uris(path: Path, name: str, section: RoleSection) -> None:
             parse_base_uri(uri)
         except KVSPError as error:
             raise DocumentError(f"{path}: {name}.{key}: {error}") from None
+    if name in ("holder", "instance") and len(getattr(section, "index", ())) > 1:
+        raise DocumentError(f"{path}: {name}.index: a {name} publishes to one index; name one")
     try:
         host, _ = section.address
     except ValueError:

@@ -39,7 +39,7 @@ publish = ["{{holder}}"]
 """
 SECTIONS = {
     "index": "",
-    "holder": 'index = "{index}"\nrecord_ttl_ms = 3000\n'
+    "holder": 'index = ["{index}"]\nrecord_ttl_ms = 3000\n'
     '[[holder.tiers]]\ntier = "local-storage"\ncapacity_bytes = 1000000\ndirectory = "blocks"\n',
 }
 TOKENS = list(range(8))

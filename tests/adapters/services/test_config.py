@@ -12,7 +12,7 @@ from kvsp_services.documents import DocumentError
 COMMON = 'authorities_file = "ca.pem"\npolicy_file = "policy.toml"\n'
 CERTIFICATE = 'certificate_file = "role.pem"\nkey_file = "role.key"\n'
 INDEX = f'[index]\nbase_uri = "https://127.0.0.1:8441/kvsp/"\n{CERTIFICATE}'
-HOLDER = f'[holder]\nbase_uri = "https://127.0.0.1:8442/kvsp/"\n{CERTIFICATE}index = "https://127.0.0.1:8441/kvsp/"\n'
+HOLDER = f'[holder]\nbase_uri = "https://127.0.0.1:8442/kvsp/"\n{CERTIFICATE}index = ["https://127.0.0.1:8441/kvsp/"]\n'
 HOST = '[[holder.tiers]]\ntier = "host"\ncapacity_bytes = 1000000\n'
 DISK = '[[holder.tiers]]\ntier = "local-storage"\ncapacity_bytes = 1000000\ndirectory = "blocks"\n'
 CONTROLLER = f'[controller]\nbase_uri = "https://127.0.0.1:8443/kvsp/"\n{CERTIFICATE}index = []\n'
@@ -64,7 +64,7 @@ def test_a_role_may_listen_elsewhere(path: Path, listen: str, address: tuple[str
         (COMMON + INDEX.replace("role.pem", "other.pem"), "index.certificate_file: there is no"),
         (COMMON + INDEX + 'listen = "nowhere:port"\n', "index.listen: expected HOST:PORT"),
         (COMMON + INDEX + 'listen = ":99999999"\n', "index.listen: expected HOST:PORT"),
-        (COMMON + HOLDER.replace("8441/kvsp/", "8441/x") + HOST, "holder.index"),
+        (COMMON + HOLDER.replace("8441/kvsp/", "8441/x") + HOST, "holder.index[0]"),
         (COMMON + HOLDER + DISK, "storage_key_file: holder stores on disk"),
         (COMMON + CONTROLLER, "storage_key_file: controller stores on disk"),
         (COMMON + HOLDER + HOST + 'directory = "x"\n', "holder.tiers[0]: tier host has no directory"),
