@@ -8,7 +8,8 @@ import json
 import pytest
 
 from kvsp_core.bodies import decode
-from kvsp_core.container import decode_container
+from kvsp_core.container import decode_container, encode_container
+from kvsp_core.container_header import ContainerHeader
 from kvsp_core.ext_messages import LeaseListing
 from kvsp_core.machines.lease import LeaseTable
 from kvsp_core.messages import LeaseGranted, LeaseRenewal
@@ -678,3 +679,58 @@ def test_completions_of_another_role_are_ignored() -> None:
     loop = Loop().start()
     assert loop.give(JobDone(4711)) == ()
     assert loop.give(CallFailed(4711, "timed out")) == ()
+
+
+def test_a_block_let_go_while_it_is_leased_stays() -> None:
+    loop = Loop(blocks=1).start()
+    loop.put(K[0])
+    loop.holder.keep(NAMES[0])
+    loop.lease(K[0])
+    loop.holder.let_go(NAMES[0])
+    assert loop.put(K[1]) == 507
+    assert set(loop.tiers["host"]) == {NAMES[0]}
+
+
+def test_a_block_lost_before_its_turn_to_be_published_is_not_published() -> None:
+    names = [BlockName(COMPAT, SCOPE, hashlib.sha256(b"%d" % i).hexdigest()) for i in range(99)]
+    loop = Loop(blocks=99).start(*(("host", name, container()) for name in names))
+    loop.do(loop.holder.lost(names[98], 0))
+    loop.at(0)
+    asked = loop.index_answers()
+    assert len(asked) == 99
+    assert ("PUT", names[98].block_key) not in asked
+    assert names[98] not in loop.tiers["host"]
+
+
+def test_an_index_that_fails_is_asked_again() -> None:
+    loop = Loop(blocks=1).start()
+    loop.put(K[0])
+    loop.index_fails()
+    loop.at(800)
+    assert loop.index_answers() == [("PUT", COMPAT), ("PUT", K[0])]
+    loop.put(K[1])
+    loop.index_fails()
+    loop.at(1800)
+    assert set(loop.index_answers()) == {("DELETE", K[0]), ("PUT", K[1])}
+
+
+def test_an_answer_of_the_index_that_cannot_be_read_counts_as_the_ttl_asked_for() -> None:
+    loop = Loop().start()
+    loop.put(K[0])
+    loop.index_answers(200)
+    assert loop.get(K[0]).max_age_s == 6
+
+
+def test_blocks_that_come_and_go_leave_no_deadlines_behind() -> None:
+    loop = Loop(blocks=1).start()
+    for i in range(300):
+        loop.put(K[i % 9])
+        loop.index_answers()
+    assert len(loop.holder._blocks.publisher._due) < 100
+
+
+def test_a_container_that_does_not_begin_with_the_first_layer_is_refused() -> None:
+    loop = Loop(knows=False).start()
+    header = ContainerHeader(codec=1, first_layer=1, token_count=4, sections=((16, 16),))
+    octets = b"".join(encode_container(header, [(bytes(16), bytes(16))]))
+    assert loop.put(K[0], octets) == 409
