@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import hashlib
 from collections.abc import Callable, Mapping
-from typing import Final
 
 import attrs
 
-from kvsp_core.container import ContainerHeader, decode_container, replica_digest
+from kvsp_core.container import decode_container
 from kvsp_core.errors import RemoteProtocolError
-from kvsp_core.roles.role import Append, BlockName, Delete, JobFault, Put, Stored, Write
+from kvsp_core.roles.role import Append, BlockName, Delete, JobFault, Put, Stored, StoredBlock, Write
 from kvsp_sim.randomness import Randomness
 from kvsp_sim.world import World
 
@@ -181,33 +180,13 @@ def _rotten(container: bytes, random: Randomness) -> bytes:
     return bytes(octets)
 
 
-def catalogue(blocks: Mapping[BlockName, bytes], tier: str, holder: str) -> bytes:
+def catalogue(blocks: Mapping[BlockName, bytes]) -> tuple[StoredBlock, ...]:
     """Return what a tier holds, as `Load` asks for it."""
-    entries = []
+    stored = []
     for name, container in blocks.items():
         try:
             header, digests = decode_container(container)
         except RemoteProtocolError:
             continue
-        entries.append(_entry(name, header, digests, tier, holder))
-    return json.dumps(entries).encode()
-
-
-_TTL_MS: Final = 1
-
-
-def _entry(
-    name: BlockName, header: ContainerHeader, digests: tuple[str, ...], tier: str, holder: str
-) -> dict[str, object]:
-    return {
-        "block_key": name.block_key,
-        "compat_id": name.compat_id,
-        "scope_id": name.scope_id,
-        "holder": holder,
-        "codec": header.codec,
-        "size": header.data_bytes,
-        "digest": replica_digest(digests),
-        "layer_digests": list(digests),
-        "residency": [{"tier": tier, "layers": [header.layers.start, header.layers.stop - 1]}],
-        "ttl_ms": _TTL_MS,
-    }
+        stored.append(StoredBlock(name, header, digests, hashlib.sha256(container).hexdigest()))
+    return tuple(stored)

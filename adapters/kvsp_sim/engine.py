@@ -91,7 +91,7 @@ class EngineSpeed:
     """How fast a simulated engine is, and how often it fails."""
 
     token_us: int = 20
-    decode_us: int = 3_000
+    decode_us: int = 10_000
     job_us: int = 300
     failure: float = 0.0
 

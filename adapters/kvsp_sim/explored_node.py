@@ -10,11 +10,12 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Hashable
 from itertools import count
-from typing import Final, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 import attrs
 
 from kvsp_core.heads import Request, Response
+from kvsp_core.roles.engine import EngineCommand
 from kvsp_core.roles.role import (
     AnswerForm,
     AnswerReceived,
@@ -54,8 +55,8 @@ from kvsp_core.roles.role import (
 )
 from kvsp_sim.blocks import described
 from kvsp_sim.disk import apply_write, catalogue
-from kvsp_sim.engine import SimulatedEngine
 from kvsp_sim.facts import Fact
+from kvsp_sim.host import WALL_CLOCK_MS, RoleFactory, Start
 from kvsp_sim.messages import Answer, Message, Question
 from kvsp_sim.properties import Property
 from kvsp_sim.snapshot import copied, frozen
@@ -163,6 +164,14 @@ class _Leg:
         self.exchange = _Exchange(question.request, question.body)
 
 
+class Engine(Protocol):
+    """What carries out the commands of an instance."""
+
+    def execute(self, command: EngineCommand) -> None:
+        """Carry out a command."""
+        ...
+
+
 @attrs.define
 class Shelf:
     """A tier that works: containers by name."""
@@ -183,9 +192,6 @@ class CountedOctets:
         return hashlib.shake_128(b"%b/%d" % (self._name.encode(), self._drawn)).digest(count)
 
 
-NodeFactory: TypeAlias = Callable[[Stored, int, Callable[[int], bytes]], Role]
-
-
 class ExploredNode:
     """A role and the loop around it.
 
@@ -197,14 +203,14 @@ class ExploredNode:
     def __init__(
         self,
         base_uri: str,
-        factory: NodeFactory,
+        factory: RoleFactory,
         *,
         witness: Witness,
         local: tuple[Property, ...] = (),
         can_crash: bool = False,
         tiers: tuple[str, ...] = (),
         surviving: tuple[str, ...] = (),
-        engine: Callable[[ExploredNode], SimulatedEngine] | None = None,
+        engine: Callable[[ExploredNode], Engine] | None = None,
         waits: frozenset[str] = frozenset(),
         now_ms: int = 1_000,
     ) -> None:
@@ -221,7 +227,7 @@ class ExploredNode:
         self.buffers: dict[int, bytes] = {}
         self.pending: list[tuple[Callable[..., None], tuple[object, ...]]] = []
         self.tiers = {name: Shelf({}) for name in tiers}
-        self.engine: SimulatedEngine | None = None
+        self.engine: Engine | None = None
         self.held: deque[Effect] = deque()
         self.persisting: Persist | None = None
         self._octets = CountedOctets(base_uri)
@@ -343,7 +349,15 @@ class ExploredNode:
         stored = {name: dict(table) for name, table in self.stored.items()}
         if self._make_engine is not None:
             self.engine = self._make_engine(self)
-        self.role = self._factory(stored, self.now_ms, self._octets)
+        self.role = self._factory(
+            Start(
+                stored=stored,
+                now_ms=self.now_ms,
+                wall_ms=WALL_CLOCK_MS + self.life,
+                life=self.life,
+                random_bytes=self._octets,
+            )
+        )
         self._witness.started(self)  # type: ignore[arg-type]
         self._execute(self.role.start(self.now_ms))
 
@@ -494,8 +508,8 @@ class ExploredNode:
             case Drop(name):
                 shelf.blocks.pop(name, None)
                 self._witness.dropped(self, name)  # type: ignore[arg-type]
-            case Load(job_id, tier):
-                self.deliver(JobDone(job_id, data=catalogue(shelf.blocks, tier, self.base_uri)))
+            case Load(job_id):
+                self.deliver(JobDone(job_id, catalogue=catalogue(shelf.blocks)))
 
     def _receive_block(self, request_id: int, buffer: int, octets: bytes) -> None:
         self.buffers[buffer] = octets

@@ -183,10 +183,10 @@ class TokenDelivered:
 
 @attrs.frozen(kw_only=True)
 class OutputEnded:
-    """A user was told that the output is complete and has `count` tokens."""
+    """A user was told that the output is complete, with `count` tokens where that was said."""
 
     stream: Hashable
-    count: int
+    count: int | None = None
 
 
 @attrs.frozen(kw_only=True)

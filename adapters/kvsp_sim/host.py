@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Final, Protocol
+from types import MappingProxyType
+from typing import Any, Final, TypeAlias
+
+import attrs
 
 from kvsp_core.container import OutgoingBlock
 from kvsp_core.heads import Request, Response
@@ -55,12 +58,14 @@ from kvsp_sim.disk import DurableStore, StorageFaults, Tier, catalogue
 from kvsp_sim.engine import SimulatedEngine
 from kvsp_sim.exchange import Exchange, Leg
 from kvsp_sim.network import Network
-from kvsp_sim.randomness import Randomness
 from kvsp_sim.trace import Event
 from kvsp_sim.witness import Witness
 from kvsp_sim.world import World
 
-__all__ = ["Cluster", "Host", "Process", "RoleFactory"]
+__all__ = ["Cluster", "Host", "Process", "RoleFactory", "Start"]
+
+WALL_CLOCK_MS: Final = 1_800_000_000_000
+"""What all wall clocks show when a world begins."""
 
 ENGINE_COMMANDS: Final = (
     StartSequence,
@@ -75,12 +80,21 @@ ENGINE_COMMANDS: Final = (
 )
 
 
-class RoleFactory(Protocol):
-    """Builds a role, at its first start and after each crash."""
+@attrs.frozen(kw_only=True)
+class Start:
+    """What a role is built from, at its first start and after each crash.
 
-    def __call__(self, stored: Stored, now_ms: int, randomness: Randomness) -> Role:
-        """Return a role built from what is stored."""
-        ...
+    `life` counts the starts from 1, and `wall_ms` is what the wall clock shows.
+    """
+
+    stored: Stored
+    now_ms: int
+    wall_ms: int
+    life: int
+    random_bytes: Callable[[int], bytes]
+
+
+RoleFactory: TypeAlias = Callable[[Start], Role]
 
 
 class Cluster:
@@ -164,7 +178,7 @@ class Process:
 
 
 class Host:
-    """Drives one role. `client_names` gives the principal under which it calls and is known."""
+    """Drives one role. `own_effects` says what to do with effects that only this role has."""
 
     def __init__(
         self,
@@ -175,6 +189,9 @@ class Host:
         storage: StorageFaults,
         tiers: Iterable[Tier] = (),
         engine: Callable[[Host], SimulatedEngine] | None = None,
+        own_effects: Mapping[type, Callable[..., None]] = MappingProxyType({}),
+        on_start: Callable[[Host], None] = lambda _: None,
+        on_crash: Callable[[], None] = lambda: None,
     ) -> None:
         cluster = process.cluster
         self.process = process
@@ -202,7 +219,9 @@ class Host:
         self._next_request = 0
         self._timer_us: int | None = None
         self._mark = b"%d" % self.number
-        self._execute_one: Mapping[type, Callable[..., None]] = self._dispatch()
+        self._execute_one: Mapping[type, Callable[..., None]] = {**self._dispatch(), **own_effects}
+        self._on_start = on_start
+        self._on_crash = on_crash
         process.add(self)
 
     @property
@@ -223,10 +242,19 @@ class Host:
         now_ms = self.now_ms
         if self._make_engine is not None:
             self.engine = self._make_engine(self)
-        self.role = self._factory(self.store.load(), now_ms, self.randomness.split("life", self.life))
+        self.role = self._factory(
+            Start(
+                stored=self.store.load(),
+                now_ms=now_ms,
+                wall_ms=WALL_CLOCK_MS + self.world.now_us // 1000,
+                life=self.life,
+                random_bytes=self.randomness.split("life", self.life).octets,
+            )
+        )
         self.witness.started(self)
         self._execute(self.role.start(now_ms))
         self.arm_timer()
+        self._on_start(self)
 
     def crash(self) -> None:
         """Lose everything but what is durable."""
@@ -243,6 +271,7 @@ class Host:
         self._persisting = 0
         self._timer_us = None
         self.witness.crashed(self)
+        self._on_crash()
 
     def later(self, delay_us: int, call: Callable[..., None], *arguments: object) -> None:
         """Have something done after a time, unless the role is gone by then."""
@@ -254,8 +283,10 @@ class Host:
 
     # Inputs
 
-    def deliver(self, item: Input) -> None:
-        """Bring the role an input, now or once its process goes on."""
+    def deliver(self, item: Any) -> None:
+        """Bring the role an input (an `Input`, or one that only this role has), now or once its process goes
+        on.
+        """
         if self.process.paused:
             self.process.keep(self, item)
         else:
@@ -442,8 +473,8 @@ class Host:
         self.later(self.tiers[effect.tier].delay_us(), self._loaded, effect)
 
     def _loaded(self, effect: Load) -> None:
-        listed = catalogue(self.tiers[effect.tier].blocks, effect.tier, self.base_uri)
-        self.deliver(JobDone(effect.job_id, data=listed))
+        held = catalogue(self.tiers[effect.tier].blocks)
+        self.deliver(JobDone(effect.job_id, catalogue=held))
 
     def _command_engine(self, effect: EngineCommand) -> None:
         assert self.engine is not None, f"{self.name} has no engine"

@@ -359,7 +359,7 @@ class OneSample(Property):
             self.fail(f"{fact.stream}: the end was delivered twice")
         stream.ended = True
         count = len(stream.delivered)
-        if fact.count != count:
+        if fact.count is not None and fact.count != count:
             self.fail(f"{fact.stream}: the end says {fact.count} tokens, {count} were delivered")
         if stream.expected is not None and count != stream.expected:
             self.fail(f"{fact.stream}: {count} tokens were delivered, {stream.expected} were due")
@@ -468,6 +468,7 @@ class AcknowledgedIsKept(Property):
 class _Move:
     plans: dict[str, PlanSent] = attrs.field(factory=dict)
     accepted: set[str] = attrs.field(factory=set)
+    holding: set[str] = attrs.field(factory=set)  # who accepted it and did not restart since
     decision: bool | None = None
 
     def owned(self, member: str) -> Ranges:
@@ -497,6 +498,7 @@ class OneOwner(Property):
         self._moves: dict[str, dict[int, _Move]] = {}
         self._version: dict[str, int] = {}  # the authoritative one
         self._seen: dict[tuple[str, str], int] = {}  # (map, member) -> highest version
+        self._held: dict[tuple[str, str], int] = {}  # (map, member) -> the plan it has accepted
         self._committed: dict[tuple[str, str], int] = {}
 
     def _handlers(self) -> Mapping[type, Callable[..., None]]:
@@ -514,11 +516,14 @@ class OneOwner(Property):
     def freeze(self, now_ms: int = 0) -> Hashable:
         """Return all moves and what members have seen of them."""
         moves = frozenset(
-            (map_id, version, frozenset(move.plans.items()), frozenset(move.accepted), move.decision)
+            (
+                *(map_id, version, move.decision),
+                *(frozenset(move.plans.items()), frozenset(move.accepted), frozenset(move.holding)),
+            )
             for map_id, versions in self._moves.items()
             for version, move in versions.items()
         )
-        rest = (self._version, self._seen, self._committed)
+        rest = (self._version, self._seen, self._held, self._committed)
         return moves, *(frozenset(table.items()) for table in rest)
 
     def _move(self, map_id: str, version: int) -> _Move:
@@ -533,11 +538,15 @@ class OneOwner(Property):
             self.fail(f"version {fact.version} was planned again after its decision")
 
     def _plan_accepted(self, fact: PlanAccepted) -> None:
-        seen = self._seen.get((fact.map_id, fact.member), 0)
-        if fact.version < seen:
+        key = (fact.map_id, fact.member)
+        seen = self._seen.get(key, 0)
+        if fact.version <= seen and fact.version != self._held.get(key):
             self.fail(f"{fact.member} accepted version {fact.version} after it had seen {seen}")
-        self._seen[fact.map_id, fact.member] = fact.version
-        self._move(fact.map_id, fact.version).accepted.add(fact.member)
+        self._seen[key] = max(seen, fact.version)
+        self._held[key] = fact.version
+        move = self._move(fact.map_id, fact.version)
+        move.accepted.add(fact.member)
+        move.holding.add(fact.member)
 
     def _decision_sent(self, fact: DecisionSent) -> None:
         move = self._move(fact.map_id, fact.version)
@@ -570,6 +579,8 @@ class OneOwner(Property):
     def _decision_taken(self, fact: DecisionTaken) -> None:
         key = (fact.map_id, fact.member)
         self._seen[key] = max(self._seen.get(key, 0), fact.version)
+        if self._held.get(key) == fact.version:
+            del self._held[key]
         if fact.commit:
             self._committed[key] = max(self._committed.get(key, 0), fact.version)
 
@@ -582,8 +593,9 @@ class OneOwner(Property):
     def _dropped(self, fact: RangeDropped) -> None:
         for version, move in self._moves.get(fact.map_id, {}).items():
             authoritative = version == self._version.get(fact.map_id)
-            prepared = move.decision is None and fact.member in move.accepted
-            if (authoritative or prepared) and _overlap(move.owned(fact.member), fact.tokens):
+            undecided = move.decision is None
+            holds = fact.member in move.holding
+            if holds and (authoritative or undecided) and _overlap(move.owned(fact.member), fact.tokens):
                 kind = "is authoritative" if authoritative else "may still be committed"
                 self.fail(f"{fact.member} dropped positions it owns in version {version}, which {kind}")
 
@@ -598,9 +610,12 @@ class OneOwner(Property):
                 self.fail(f"{fact.member} served positions it does not own in version {fact.version}")
 
     def _member_restarted(self, fact: MemberRestarted) -> None:
-        for table in (self._seen, self._committed):
+        for table in (self._seen, self._held, self._committed):
             for key in [key for key in table if key[1] == fact.member]:
                 del table[key]
+        for versions in self._moves.values():
+            for move in versions.values():
+                move.holding.discard(fact.member)
 
 
 class ScopesHold(Property):

@@ -7,7 +7,7 @@ what they load, draw and free.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -28,6 +28,7 @@ from kvsp_sim.facts import (
     LeaseGranted,
     LeaseReleased,
     LeaseRenewed,
+    LineSeen,
     MemberRestarted,
     PlanAccepted,
     PlanSent,
@@ -124,8 +125,20 @@ class _Attend(msgspec.Struct):
     ranges: list[Range] = []
 
 
+class _Output(msgspec.Struct):
+    prompt: list[int] | None = None
+
+
+class _Line(msgspec.Struct):
+    epoch: int
+    index: int
+    token: int
+
+
 class _Session(msgspec.Struct):
     state: str
+    epoch: int = 0
+    instance: str | None = None
 
 
 _read_record = msgspec.json.Decoder(_Record).decode
@@ -138,6 +151,8 @@ _read_resume = msgspec.json.Decoder(_Resume).decode
 _read_placed = msgspec.json.Decoder(_Placed).decode
 _read_reshard = msgspec.json.Decoder(_Reshard).decode
 _read_attend = msgspec.json.Decoder(_Attend).decode
+_read_output = msgspec.json.Decoder(_Output).decode
+_read_line = msgspec.json.Decoder(_Line).decode
 _read_session = msgspec.json.Decoder(_Session).decode
 
 _GONE = ("ended", "failed", "cancelled", "finished")
@@ -152,6 +167,8 @@ class Witness:
         self.block_bytes = block_bytes
         self.observe: Callable[[Fact], None] = properties.observe
         self._holders: dict[str, str] = {}
+        self._streams_by_prompt: dict[tuple[int, ...], Hashable] = {}
+        self._streams: dict[str, Hashable] = {}
         self._faulty: set[tuple[str, BlockName]] = set()
         self._answers: dict[tuple[str, str], Callable[[Leg, Respond, bytes], None]] = {
             ("PUT", "replicas"): self._record_taken,
@@ -182,6 +199,10 @@ class Witness:
         if request.method == "POST":
             if path == "reshard":
                 self._plan_sent(call.base_uri, _read_reshard(body))
+            elif path.startswith("ext/sessions/") and path not in self._streams:
+                prompt = _read_output(body).prompt
+                if prompt is not None:
+                    self._streams[path] = self._streams_by_prompt.get(tuple(prompt))
             elif path.startswith("sessions/") and path.endswith("/resume"):
                 resume = _read_resume(body)
                 session = path.split("/")[1]
@@ -240,8 +261,16 @@ class Witness:
     def streamed(self, leg: Leg, data: bytes, end: bool) -> None:
         """A role sends a piece of a streamed answer."""
 
+    def stream_opened(self, stream: Hashable, prompt: tuple[int, ...]) -> None:
+        """A user asks for output; no two ask with the same prompt."""
+        self._streams_by_prompt[prompt] = stream
+
     def line_received(self, host: Host, call: Call, line: bytes) -> None:
         """A role gets a line of a streamed answer."""
+        stream = self._streams.get(call.request.path)
+        if stream is not None and b'"token"' in line:
+            said = _read_line(line)
+            self.observe(LineSeen(stream=stream, epoch=said.epoch, index=said.index, token=said.token))
 
     # What it means
 
@@ -343,8 +372,12 @@ class Witness:
             return
         if effect.response.status == 404:
             self.observe(SessionUnknown(session=parts[2]))
-        elif effect.response.is_success and _read_session(body).state in _GONE:
-            self.observe(SessionClosed(session=parts[2]))
+        elif effect.response.is_success:
+            told = _read_session(body)
+            if told.state in _GONE:
+                self.observe(SessionClosed(session=parts[2]))
+            elif told.instance is not None:
+                self.observe(SessionOwned(session=parts[2], epoch=told.epoch, instance=told.instance))
 
     def _session_closed(self, leg: Leg, effect: Respond, _: bytes) -> None:
         if effect.response.is_success:

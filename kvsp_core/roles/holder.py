@@ -545,6 +545,11 @@ class Holder:
         found = self._blocks.holdings.get(id_of(name))
         return None if found is None else found[1]
 
+    def is_sound(self, name: BlockName, layer_digests: tuple[str, ...]) -> bool:
+        """Return whether a block is held with these layer digests: what was read is what was stored."""
+        found = self._blocks.holdings.get(id_of(name))
+        return found is not None and found[0].layer_digests == layer_digests
+
     def keep(self, name: BlockName) -> None:
         """Do not evict a block until `let_go` was called as often. It need not be held yet."""
         self._blocks.keep(id_of(name))

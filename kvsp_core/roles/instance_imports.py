@@ -121,8 +121,10 @@ class Imports:
         name = each.names[purpose.index]
         failed = isinstance(item, JobFailed)
         if isinstance(purpose, _ReadFor):
-            failed = failed or (isinstance(item, JobDone) and item.header is None)
-            if isinstance(item, JobDone) and item.header is not None and purpose.index < each.wanted:
+            sound = isinstance(item, JobDone) and self._blocks.is_sound(name, item.layer_digests)
+            failed = not sound
+            wanted = sound and purpose.index < each.wanted
+            if isinstance(item, JobDone) and item.header is not None and wanted:
                 each.read[purpose.index] = purpose.buffer, item.header.size_bytes
             else:
                 self._work.free(purpose.buffer)

@@ -372,10 +372,12 @@ class Shards:
             return
         shard = self._shards[purpose.map_id]
         if isinstance(purpose, _ReadFor):
-            if isinstance(item, JobFailed) or purpose.block not in shard.wanted:
+            name = self._name_of(shard, purpose.block)
+            sound = isinstance(item, JobDone) and self._blocks.is_sound(name, item.layer_digests)
+            if not sound or purpose.block not in shard.wanted:
                 self._work.free(purpose.buffer)
-                if isinstance(item, JobFailed):
-                    self._work.emit(*self._blocks.lost(self._name_of(shard, purpose.block), now_ms))
+                if not sound:
+                    self._work.emit(*self._blocks.lost(name, now_ms))
                 return
             job = self._work.job(_LoadFor(shard.map_id, purpose.block, purpose.buffer))
             tokens = self._tokens(shard, purpose.block)

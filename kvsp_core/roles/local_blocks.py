@@ -65,6 +65,10 @@ class LocalBlocks(Protocol):
         """Return the tier from which a block can be read whole, or None where it is not held so."""
         ...
 
+    def is_sound(self, name: BlockName, layer_digests: tuple[str, ...]) -> bool:
+        """Return whether a block is held with these layer digests: what was read is what was stored."""
+        ...
+
     def keep(self, name: BlockName) -> None:
         """Do not evict a block until `let_go` was called as often. It need not be held yet."""
         ...

@@ -98,8 +98,10 @@ def exploration(*, hasty: bool = False, bounds: Bounds) -> Exploration:
     properties = Properties()
     witness = Witness(properties)
     nodes = [
-        ExploredNode(LEDGER, lambda s, *_: Ledger(s, hasty=hasty), witness=witness, can_crash=True),
-        ExploredNode(WRITER, lambda *_: Writer(), witness=witness),
+        ExploredNode(
+            LEDGER, lambda start: Ledger(start.stored, hasty=hasty), witness=witness, can_crash=True
+        ),
+        ExploredNode(WRITER, lambda _: Writer(), witness=witness),
     ]
     return explore(nodes, properties, bounds)
 

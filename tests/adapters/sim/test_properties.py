@@ -298,6 +298,8 @@ def test_two_plans_of_one_version() -> None:
 
 def test_a_late_plan_after_a_newer_one() -> None:
     breaks(OneOwner(), *PREPARED, *accepted(1, "a"), saying="after it had seen 2")
+    aborted = DecisionTaken(map_id="m", version=3, member="a", commit=False)  # of an attempt it did not see
+    run(OneOwner(), *PREPARED, aborted, *accepted(2, "a"))  # the very plan it holds, again
     run(OneOwner(), *PREPARED, MemberRestarted(member="a"), *accepted(1, "a"))
 
 

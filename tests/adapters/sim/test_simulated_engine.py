@@ -154,7 +154,7 @@ def test_pause_proceed_and_abort() -> None:
     bench.world.run()
     assert bench.tokens() == []
     bench.engine.execute(Proceed(1))
-    bench.world.run(until_us=bench.world.now_us + 10_000)
+    bench.world.run(until_us=bench.world.now_us + 40_000)
     drawn = len(bench.tokens())
     assert 0 < drawn < 8
     bench.engine.execute(Pause(1))

@@ -109,7 +109,7 @@ class Toy:
         self.storage_faults = StorageFaults()
         network = Network(self.world, self.network_faults)
         self.cluster = Cluster(self.world, network, Witness(Properties()))
-        self.register = self._host("register", REGISTER, lambda stored, *_: Register(stored))
+        self.register = self._host("register", REGISTER, lambda start: Register(start.stored))
         self.client = self._host("client", CLIENT, lambda *_: Client())
         if client_clock is not None:
             self.client.process.set_clock(client_clock)

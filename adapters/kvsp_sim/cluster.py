@@ -1,0 +1,369 @@
+"""A simulated deployment: one index, one controller, holders, instances and front ends, each a process of
+its own.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Final
+
+import attrs
+
+from kvsp_core.container import ContainerHeader
+from kvsp_core.identity import CompatibilityDescriptor, Scope
+from kvsp_core.machines.fleet import Fleet
+from kvsp_core.machines.lease import LeaseTable
+from kvsp_core.machines.session import SessionTimes
+from kvsp_core.records import Link
+from kvsp_core.resources import RoleName
+from kvsp_core.roles.authorization import Policy, ScopeRules
+from kvsp_core.roles.controller import Controller, ControllerSettings
+from kvsp_core.roles.controller_placement import PlacementSettings
+from kvsp_core.roles.descriptors import Descriptors
+from kvsp_core.roles.front_end import FrontEnd
+from kvsp_core.roles.holder import Holder
+from kvsp_core.roles.holdings import TierLimits
+from kvsp_core.roles.index import Index
+from kvsp_core.roles.instance import Instance, InstanceSettings
+from kvsp_core.roles.role import Role
+from kvsp_core.roles.work import Numbers
+from kvsp_sim.disk import StorageFaults, Tier
+from kvsp_sim.engine import KINDS, EngineSpeed, SimulatedEngine
+from kvsp_sim.faults import PROFILES, Chaos, draw_clock
+from kvsp_sim.host import Cluster, Host, Start
+from kvsp_sim.network import Network, NetworkFaults
+from kvsp_sim.properties import Properties
+from kvsp_sim.trace import Trace
+from kvsp_sim.users import Users
+from kvsp_sim.witness import Witness
+from kvsp_sim.workload import Workload
+from kvsp_sim.world import World
+
+__all__ = ["DESCRIPTOR", "Options", "SimulatedCluster"]
+
+INDEX: Final = "https://index.example/"
+CONTROLLER: Final = "https://controller.example/"
+
+DESCRIPTOR: Final = CompatibilityDescriptor.from_members(
+    {
+        "model": "simulated",
+        "model_digest": f"sha-256:{0:064x}",
+        "tokenizer_digest": f"sha-256:{1:064x}",
+        "layers": 2,
+        "kv_heads": 1,
+        "head_dim": 4,
+        "kv_dtype": "fp16",
+        "positional": "rope",
+        "block_tokens": 4,
+        "layout": "kvsp-layout-1",
+    }
+)
+BLOCK_BYTES: Final = ContainerHeader.for_layers(DESCRIPTOR).data_bytes
+CONTAINER_BYTES: Final = ContainerHeader.for_layers(DESCRIPTOR).size_bytes
+
+HOST: Final = "host"
+LOCAL: Final = "local-storage"
+
+
+@attrs.frozen(kw_only=True)
+class Options:
+    """What a simulation is made of; with the seed it decides everything."""
+
+    steps: int = 2_000
+    instances: int = 3
+    holders: int = 2
+    front_ends: int = 1
+    users: int = 4
+    faults: str = "all"
+
+    def as_text(self) -> str:
+        """Return the options as ``kvsp simulate`` takes them."""
+        given = attrs.asdict(self)
+        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())
+
+
+@attrs.frozen(kw_only=True)
+class _Times:
+    """Durations of the deployment, short, so that all that can time out does."""
+
+    status_ttl_ms: int
+    replica_ttl_ms: int
+    lease_ms: int
+    call_ms: int
+
+
+class SimulatedCluster:
+    """A deployment that runs, with users and faults."""
+
+    def __init__(self, seed: int, options: Options, trace: Trace) -> None:
+        self.options = options
+        self.world = World(seed, trace)
+        self._random = self.world.randomness.split("cluster")
+        random = self._random.split("limits")
+        self._times = _Times(
+            status_ttl_ms=random.pick((150, 300, 900)),
+            replica_ttl_ms=random.pick((500, 2_000, 8_000)),
+            lease_ms=random.pick((100, 500, 3_000)),
+            call_ms=random.pick((50, 150, 500)),
+        )
+        # Room for few blocks or many, and for few leased ones.
+        self._capacity_bytes = CONTAINER_BYTES * random.pick((12, 40, 400))
+        self._quota_bytes = BLOCK_BYTES * random.pick((6, 20, 200))
+        self._scopes = tuple(Scope(random.octets(32)) for _ in range(3))
+        self._names = _Names(options)
+        self.network_faults = NetworkFaults()
+        self.storage_faults: dict[str, StorageFaults] = {}
+        policy = self._policy()
+        self.properties = Properties(quota_bytes=self._quota_bytes, allowed=self._allowed(), scope_keys=())
+        witness = Witness(self.properties, index=INDEX, block_bytes=BLOCK_BYTES)
+        self.cluster = Cluster(self.world, Network(self.world, self.network_faults), witness)
+        self.counts = self.cluster.counts
+        self.users: list[Users] = []
+        self._build(policy)
+        self._chaos = Chaos(
+            self.cluster,
+            self.network_faults,
+            self.storage_faults,
+            PROFILES[options.faults],
+            self.world.randomness.split("faults"),
+            mean_us=self._random.pick((20_000, 60_000, 200_000)),
+        )
+
+    def heal(self) -> None:
+        """End all faults, and have users ask for nothing more."""
+        self._chaos.heal()
+        for users in self.users:
+            users.be_quiet()
+
+    def unended(self) -> str:
+        """Return what was begun and has not ended, or an empty string."""
+        waiting = sum(users.waiting for users in self.users)
+        return f"{waiting} users still wait for output" if waiting else ""
+
+    # Who is there
+
+    def _policy(self) -> Policy:
+        names = self._names
+        principals = {
+            INDEX: (RoleName.INDEX,),
+            CONTROLLER: (RoleName.CONTROLLER,),
+            **dict.fromkeys(names.holders, (RoleName.HOLDER,)),
+            **dict.fromkeys(names.instances, (RoleName.INSTANCE, RoleName.HOLDER)),
+            **dict.fromkeys(names.front_ends, (RoleName.FRONT_END,)),
+        }
+        keepers = frozenset((*names.holders, *names.instances))
+        readers = frozenset(principals) - {INDEX}
+        menders: frozenset[str] = frozenset((*keepers, CONTROLLER))
+        rules = ScopeRules(read=readers, write=keepers, publish=keepers, withdraw=menders)  # type: ignore[arg-type]
+        shared = attrs.evolve(rules, shared=True)
+        by_scope = zip(self._scopes, (rules, rules, shared), strict=True)
+        return Policy(principals, {scope.scope_id: allowed for scope, allowed in by_scope})
+
+    def _allowed(self) -> dict[str, frozenset[str]]:
+        scopes = frozenset(scope.scope_id for scope in self._scopes)
+        names = self._names
+        return dict.fromkeys((CONTROLLER, *names.holders, *names.instances, *names.front_ends), scopes)
+
+    def _build(self, policy: Policy) -> None:
+        names = self._names
+        self._add("index", INDEX, partial(self._index, policy))
+        self._add("controller", CONTROLLER, partial(self._controller, policy))
+        for number, base_uri in enumerate(names.holders):
+            self._add(f"holder {number}", base_uri, partial(self._holder, policy, base_uri), tiers=True)
+        for number, base_uri in enumerate(names.instances):
+            self._add(
+                f"instance {number}",
+                base_uri,
+                partial(self._instance, policy, base_uri, number),
+                tiers=True,
+                engine=True,
+            )
+        for number, base_uri in enumerate(names.front_ends):
+            self._add_front_end(number, base_uri, policy)
+        for process in self.cluster.processes.values():
+            process.set_clock(draw_clock(process.randomness))
+            process.start()
+
+    def _add(
+        self,
+        name: str,
+        base_uri: str,
+        factory: object,
+        *,
+        tiers: bool = False,
+        engine: bool = False,
+        **more: object,
+    ) -> Host:
+        process = self.cluster.process(name)
+        faults = self.storage_faults[name] = StorageFaults()
+        kept = [
+            Tier(
+                self.world,
+                process.randomness.split(tier),
+                faults,
+                name=tier,
+                capacity_bytes=self._capacity_bytes,
+                survives=tier == LOCAL,
+            )
+            for tier in ((HOST, LOCAL) if tiers else ())
+        ]
+        return Host(
+            process,
+            base_uri,
+            factory,  # type: ignore[arg-type]
+            storage=faults,
+            tiers=kept,
+            engine=self._engine if engine else None,
+            **more,  # type: ignore[arg-type]
+        )
+
+    def _engine(self, host: Host) -> SimulatedEngine:
+        number = self._names.instances.index(host.base_uri)
+        return SimulatedEngine(
+            name=host.base_uri,
+            descriptor=DESCRIPTOR,
+            kind=number % KINDS,
+            speed=EngineSpeed(),
+            randomness=host.randomness.split("engine", host.life),
+            buffers=host.buffers,
+            deliver=host.deliver,
+            later=host.later,
+            observe=host.witness.observe,
+        )
+
+    # Roles
+
+    def _descriptors(self) -> Descriptors:
+        known = Descriptors()
+        known.add(DESCRIPTOR)
+        return known
+
+    def _index(self, policy: Policy, start: Start) -> Role:
+        return Index(base_uri=INDEX, policy=policy, descriptors=self._descriptors())
+
+    def _controller(self, policy: Policy, start: Start) -> Role:
+        times = self._times
+        placement = PlacementSettings(
+            index_uris=(INDEX,),
+            classes=dict.fromkeys(self._names.instances, "simulated"),
+            descriptors={DESCRIPTOR.compat_id: DESCRIPTOR},
+            default_service_us=100_000,
+            call_timeout_ms=times.call_ms,
+        )
+        settings = ControllerSettings(
+            placement=placement,
+            times=SessionTimes(placed_ms=2_000, idle_ms=10_000, wait_ms=3_000, resume_ms=500, kept_ms=10_000),
+            prefetch_deadline_ms=100,
+            prefetch_lease_ms=times.lease_ms,
+            call_timeout_ms=times.call_ms,
+            placement_wait_ms=1_000,
+        )
+        return Controller(
+            base_uri=CONTROLLER,
+            policy=policy,
+            settings=settings,
+            random_bytes=start.random_bytes,
+            stored=start.stored,
+            fleet=Fleet(retry_ms=100, warm_up_ms=500),
+        )
+
+    def _holder_of(
+        self, policy: Policy, base_uri: str, start: Start, numbers: Numbers | None = None
+    ) -> Holder:
+        limits = TierLimits(capacity_bytes=self._capacity_bytes, read_mbit_per_s=1_000)
+        return Holder(
+            base_uri=base_uri,
+            policy=policy,
+            tiers={HOST: limits, LOCAL: limits},
+            random_bytes=start.random_bytes,
+            now_ms=start.now_ms,
+            index_uri=INDEX,
+            replica_ttl_ms=self._times.replica_ttl_ms,
+            lease_table=LeaseTable(
+                random_bytes=start.random_bytes,
+                now_ms=start.now_ms,
+                max_ttl_ms=self._times.lease_ms,
+                quota_bytes=self._quota_bytes,
+            ),
+            descriptors=self._descriptors(),
+            numbers=numbers,
+        )
+
+    def _holder(self, policy: Policy, base_uri: str, start: Start) -> Role:
+        return self._holder_of(policy, base_uri, start)
+
+    def _instance(self, policy: Policy, base_uri: str, number: int, start: Start) -> Role:
+        times = self._times
+        numbers = Numbers()
+        names = self._names
+        settings = InstanceSettings(
+            base_uri=base_uri,
+            controller_uri=CONTROLLER,
+            index_uri=INDEX,
+            epoch=start.wall_ms + start.life,
+            copy_holder=names.holders[number % len(names.holders)] if names.holders else None,
+            prefill_tokens_per_s=50_000,
+            decode_tokens_per_s=300,
+            links=tuple(
+                Link(holder=holder, mbit_per_s=1_000, rtt_us=300)
+                for holder in (*names.holders, *names.instances)
+                if holder != base_uri
+            ),
+            status_ttl_ms=times.status_ttl_ms,
+            copy_lease_ms=times.lease_ms,
+            resume_load_ms=200,
+            call_timeout_ms=times.call_ms,
+            fetch_timeout_ms=2 * times.call_ms,
+            session_kept_ms=5_000,
+        )
+        return Instance(
+            settings,
+            models={DESCRIPTOR.compat_id: DESCRIPTOR},
+            scopes={scope.scope_id: scope for scope in self._scopes},
+            blocks=self._holder_of(policy, base_uri, start, numbers),
+            numbers=numbers,
+            policy=policy,
+            random_bytes=start.random_bytes,
+            now_ms=start.now_ms,
+        )
+
+    def _add_front_end(self, number: int, base_uri: str, policy: Policy) -> None:
+        random = self._random.split("users", number)
+        users = Users(
+            Workload(random.split("workload"), DESCRIPTOR.block_tokens),
+            random,
+            count=self.options.users,
+            tenants=self._scopes[:2],
+            shared=self._scopes[2],
+        )
+        self.users.append(users)
+        self._add(
+            f"front end {number}",
+            base_uri,
+            partial(self._front_end, policy, base_uri),
+            own_effects=users.effects(),
+            on_start=users.started,
+            on_crash=users.crashed,
+        )
+
+    def _front_end(self, policy: Policy, base_uri: str, start: Start) -> Role:
+        return FrontEnd(  # type: ignore[return-value]
+            base_uri=base_uri,
+            policy=policy,
+            controller=CONTROLLER,
+            descriptor=DESCRIPTOR,
+            scopes=self._scopes,
+            call_ms=self._times.call_ms,
+            silence_ms=500,
+            placement_ms=10_000,
+            patience_ms=15_000,
+        )
+
+
+class _Names:
+    """Base URIs of a deployment."""
+
+    def __init__(self, options: Options) -> None:
+        self.holders = tuple(f"https://holder{n}.example/" for n in range(options.holders))
+        self.instances = tuple(f"https://instance{n}.example/" for n in range(options.instances))
+        self.front_ends = tuple(f"https://front{n}.example/" for n in range(options.front_ends))

@@ -1,0 +1,64 @@
+"""Whole clusters of the shipped roles, under faults: what holds for every seed, and that a seed is a
+history.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from kvsp_sim.simulate import Options, Outcome, run_seed
+from tests.conftest import PROFILE
+
+CHUNK = 25
+SEEDS = 200 if PROFILE == "test" else 2_000
+
+FAILED_ONCE: tuple[tuple[int, Options], ...] = ()
+"""Seeds that found a fault. They hold now, and stay."""
+
+
+def check(outcome: Outcome) -> None:
+    assert outcome.failure is None, f"\n{outcome}"
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
+def test_every_seed_holds(first: int) -> None:
+    for seed in range(first, first + CHUNK):
+        check(run_seed(seed, Options()))
+
+
+@pytest.mark.parametrize(("seed", "options"), FAILED_ONCE)
+def test_a_seed_that_found_a_fault_holds_now(seed: int, options: Options) -> None:
+    check(run_seed(seed, options))
+
+
+@pytest.mark.parametrize("faults", ["none", "network", "processes", "storage"])
+def test_every_profile_of_faults_holds(faults: str) -> None:
+    check(run_seed(1, Options(faults=faults)))
+
+
+@pytest.mark.requirement("OP-2")
+def test_clocks_need_not_agree() -> None:
+    outcome = run_seed(7, Options(faults="none"))
+    check(outcome)
+    assert outcome.counts["requests served"] > 0
+
+
+def test_a_seed_gives_one_history_under_any_hash_seed() -> None:
+    program = (
+        "from kvsp_sim.simulate import *; o = run_seed(5, Options()); print(o.trace_hash, o.steps, o.failure)"
+    )
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("0", "1", "2")
+    }
+    assert len(printed) == 1
