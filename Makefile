@@ -52,6 +52,7 @@ coverage: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python docs/tools/machine_pages.py
+	$(BIN)/python docs/tools/resource_pages.py
 	$(BIN)/python docs/tools/coverage.py --write
 
 bench: $(STAMP)
