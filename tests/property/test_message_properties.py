@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvsp_core import ext_messages
@@ -27,6 +27,10 @@ from kvsp_sim.strategies.values import mutated
 KINDS = {**records, **messages}
 
 
+# There are many kinds, so each gets a share of the examples.
+SHARE = settings(max_examples=max(8, settings.default.max_examples // 25))
+
+
 def kinds() -> Any:
     return pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 
@@ -42,6 +46,7 @@ def test_every_record_and_message_has_a_strategy() -> None:
 
 
 @kinds()
+@SHARE
 @given(data=st.data())
 def test_what_is_written_is_read_back_and_written_alike(kind: type, data: st.DataObject) -> None:
     value = data.draw(KINDS[kind])
@@ -56,6 +61,7 @@ def test_what_is_written_is_read_back_and_written_alike(kind: type, data: st.Dat
 
 
 @kinds()
+@SHARE
 @given(data=st.data())
 def test_unknown_members_change_nothing(kind: type, data: st.DataObject) -> None:
     value = data.draw(KINDS[kind])
@@ -66,6 +72,7 @@ def test_unknown_members_change_nothing(kind: type, data: st.DataObject) -> None
 
 
 @kinds()
+@SHARE
 @given(data=st.data())
 def test_a_document_with_a_fault_gives_a_value_or_the_documented_error(
     kind: type, data: st.DataObject
