@@ -1,6 +1,6 @@
 """Prometheus metrics of a process (requirement OP-1): what roles observe, and how long things took.
 
-Roles name what they count, such as ``kvsp_index_lookups``; here it becomes ``kvsp_index_lookups_total``.
+Roles name what they count, such as ``kvsp_holder_evictions``; here that gets the ending ``_total``.
 Labels are few and fixed words: a label that would take many values, as an identifier does, is folded into
 ``other``.
 """

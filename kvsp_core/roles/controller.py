@@ -479,8 +479,8 @@ class Controller:
         self._work.emit(
             answer(purpose.request_id, placement_answer(ledger.record, reference, placement), 201)
         )
-        self._work.observe("kvsp_fetched_tokens", chosen.fetched_tokens)
-        self._work.observe("kvsp_recomputed_tokens", chosen.recomputed_tokens)
+        self._work.observe("kvsp_placement_fetched_tokens", chosen.fetched_tokens)
+        self._work.observe("kvsp_placement_recomputed_tokens", chosen.recomputed_tokens)
         if self._settings.prefetch and chosen.fetched_tokens:
             self._prefetch(chosen, reference, found.subject.compat_id, found.match)
 

@@ -141,12 +141,18 @@ class Index:
         assert isinstance(effect, replicas.Found)
         match = effect.match
         targets = self._estimates(request, match, now_ms) if request.targets else b""
-        return (
-            answer(asked.request_id, match.json(targets)),
-            Observe("kvsp_lookup_requested_blocks", match.requested),
-            Observe("kvsp_lookup_hit_blocks", match.matched),
-            Observe("kvsp_index_lookups", labels=(("outcome", "hit" if match.matched else "miss"),)),
-        )
+        return (answer(asked.request_id, match.json(targets)), *self._observed(request, match))
+
+    def _observed(self, request: LookupRequest, match: Match) -> tuple[Effect, ...]:
+        """Count hits and misses (OP-1); in tokens where the descriptor says how many a block has."""
+        effects: list[Effect] = [Observe("kvsp_index_lookup_requests")]
+        if match.matched:
+            effects.append(Observe("kvsp_index_lookup_hits"))
+        if descriptor := self._descriptors.get(request.compat_id):
+            block_tokens = descriptor.block_tokens
+            effects.append(Observe("kvsp_lookup_requested_tokens", match.requested * block_tokens))
+            effects.append(Observe("kvsp_lookup_hit_tokens", match.matched * block_tokens))
+        return tuple(effects)
 
     def _estimates(self, request: LookupRequest, match: Match, now_ms: int) -> bytes:
         """Return the JSON of the targets that enough is known of (LK-2)."""

@@ -441,7 +441,7 @@ class Instance:
                     if request_id is not None:
                         self._work.emit(refuse(request_id, problem))
                 case lifecycle.StateEntered(state):
-                    self._work.observe("states_entered", 1, state=state)
+                    self._work.observe("kvsp_instance_states_entered", 1, state=state)
                 case lifecycle.SafeToStop():
                     self.safe_to_stop = True
                 case lifecycle.Fenced():

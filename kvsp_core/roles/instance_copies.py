@@ -181,7 +181,11 @@ class Copies:
             return
         buffer = self._tickets.pop(news.ticket, None)
         if buffer is not None:
-            self._work.observe("blocks_kept" if isinstance(news, BlockAdded) else "blocks_not_kept")
+            self._work.observe(
+                "kvsp_instance_blocks_kept"
+                if isinstance(news, BlockAdded)
+                else "kvsp_instance_blocks_not_kept"
+            )
             self._done_with(buffer)
 
     def _done_with(self, buffer: int) -> None:
@@ -215,7 +219,7 @@ class Copies:
                         kept.unleased.append(name.block_key)
                         self._lease(run, kept)
                 else:
-                    self._work.observe("copies_failed")
+                    self._work.observe("kvsp_instance_copy_failures")
                 self._done_with(buffer)
             case _LeaseFor(run, keys):
                 self._leased(run, keys, item, now_ms)
@@ -257,7 +261,7 @@ class Copies:
             kept.unleased = [*keys, *kept.unleased]
             heapq.heappush(self._due, (now_ms + max(1, self._lease_ms // 3), run, ""))
         else:
-            self._work.observe("copies_lost", len(keys))
+            self._work.observe("kvsp_instance_copies_lost", len(keys))
 
     def _renewed(self, run: _Run, lease: str, status: int | None, now_ms: int) -> None:
         kept = self._kept.get(run)

@@ -197,7 +197,7 @@ class Loads:
                     self._work.cancel(call)
                     self._forget_buffer(purpose.buffer)
             case prefetch_load.ReportBad(holder, digest):
-                self._work.observe("digest_failures")
+                self._work.observe("kvsp_digest_failures")
                 self._notify(
                     self._index_uri, WithdrawReplica(component_id(holder), key), Withdrawal(digest=digest)
                 )
@@ -230,7 +230,7 @@ class Loads:
     def _store(self, job: int, key: str, now_ms: int) -> None:
         name, received = self._name_of(key), self._received[job]
         assert name is not None
-        self._work.observe("fetched_tokens", received.header.token_count)
+        self._work.observe("kvsp_fetched_tokens", received.header.token_count)
         ticket, effects = self._blocks.add(
             name,
             received.buffer,

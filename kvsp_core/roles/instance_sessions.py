@@ -319,7 +319,7 @@ class Sessions:
                 case resume.Start(checkpoint=checkpoint):
                     self._start(session, checkpoint, now_ms)
                 case resume.GiveUp():
-                    self._work.observe("resumes_given_up")
+                    self._work.observe("kvsp_instance_resumes_given_up")
                     self._close(session, now_ms)
         if session.counted and isinstance(session.state, resume.Absent | resume.Ended):
             self._close(session, now_ms)
@@ -341,7 +341,7 @@ class Sessions:
         generated = chain.feed((*checkpoint.prompt_tail, *checkpoint.generated))
         session.keys = [*checkpoint.prompt_blocks, *(key.hex() for key in generated)]
         session.chain = chain
-        self._work.observe("migrations")
+        self._work.observe("kvsp_instance_migrations")
         if not session.keys:
             self._advance(session, resume.BlocksLoaded(epoch, 0), now_ms)
             return
@@ -467,8 +467,8 @@ class Sessions:
             self._give_up(session, now_ms)
             return
         session.started = True
-        self._work.observe("cached_tokens", cached)
-        self._work.observe("recomputed_tokens", len(session.tokens) - cached)
+        self._work.observe("kvsp_cached_tokens", cached)
+        self._work.observe("kvsp_recomputed_tokens", len(session.tokens) - cached)
         self._work.emit(
             engine.StartSequence(
                 sequence=session.sequence,
@@ -510,7 +510,7 @@ class Sessions:
             return
         match event:
             case engine.Prefilled():
-                self._work.observe("prefills")
+                self._work.observe("kvsp_instance_prefills")
             case engine.TokensDecoded(_, first_index, tokens):
                 assert session.chain is not None
                 session.keys += [key.hex() for key in session.chain.feed(tokens)]

@@ -385,7 +385,7 @@ class Shards:
             return
         self._work.free(purpose.buffer)
         if isinstance(item, JobFailed):
-            self._work.observe("shard_loads_failed")
+            self._work.observe("kvsp_instance_shard_load_failures")
         elif purpose.block in shard.wanted:
             shard.in_engine.add(purpose.block)
         else:

@@ -136,7 +136,7 @@ def test_an_index_serves_strangers_clients_and_stops_in_order(deployment: Deploy
         assert look_up(holder).status_code == 403
         assert reader.get("nowhere").status_code == 404
         metrics = httpx.get(f"http://127.0.0.1:{deployment.monitoring_port}/metrics").text
-        assert 'kvsp_index_lookups_total{outcome="hit"} 1.0' in metrics
+        assert "kvsp_index_lookup_hits_total 1.0" in metrics
         assert "kvsp_connections 2.0" in metrics
         process.send_signal(signal.SIGTERM)
         events = deployment.logged()

@@ -146,10 +146,17 @@ def test_what_is_published_is_found_until_it_expires(talk: Talk) -> None:
 
 @pytest.mark.requirement("OP-1")
 def test_hits_and_misses_are_counted(talk: Talk) -> None:
+    talk.look_up()
+    assert talk.observed == [Observe("kvsp_index_lookup_requests")]
+    talk.ask(H1, PutDescriptor(DESCRIPTOR.compat_id), DESCRIPTOR.canonical_json)
     talk.publish(H1, record(KEYS[0]))
     talk.look_up()
-    assert Observe("kvsp_lookup_requested_blocks", 3) in talk.observed
-    assert Observe("kvsp_lookup_hit_blocks", 1) in talk.observed
+    assert talk.observed[1:] == [
+        Observe("kvsp_index_lookup_requests"),
+        Observe("kvsp_index_lookup_hits"),
+        Observe("kvsp_lookup_requested_tokens", 3 * DESCRIPTOR.block_tokens),
+        Observe("kvsp_lookup_hit_tokens", DESCRIPTOR.block_tokens),
+    ]
 
 
 @pytest.mark.requirement("PB-1", "SE-2")
