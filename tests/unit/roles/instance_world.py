@@ -134,10 +134,7 @@ class Beside:
         return None
 
     def is_sound(self, name: BlockName, layer_digests: tuple[str, ...]) -> bool:
-        return True
-
-    def tier_of(self, name: BlockName) -> str | None:
-        return self.tiers.get(name)
+        return name in self.tiers and layer_digests == digests_of(name.block_key)
 
     def keep(self, name: BlockName) -> None:
         self.kept[name] = self.kept.get(name, 0) + 1
@@ -337,8 +334,14 @@ class World:
                 self.answered_jobs.add(job.job_id)
                 header = None if isinstance(job, ImportBlock) else HEADER
                 self.do(
-                    JobDone(job.job_id, header=header, layer_digests=digests_of("x"), repr_digest="cd" * 32)
+                    JobDone(
+                        job.job_id, header=header, layer_digests=self.digests_for(job), repr_digest="cd" * 32
+                    )
                 )
+
+    @staticmethod
+    def digests_for(job: ReadBlock | ImportBlock | ExportBlock) -> tuple[str, ...]:
+        return digests_of(job.name.block_key if isinstance(job, ReadBlock) else "computed")
 
     @property
     def answered_jobs(self) -> set[int]:

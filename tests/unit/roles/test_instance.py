@@ -47,6 +47,7 @@ from kvsp_core.roles.role import JobDone, OutputReady, ReadBlock, RequestEnded
 from tests.unit.roles.instance_world import (
     CACHE,
     FE,
+    HEADER,
     HOLDER,
     ME,
     MODEL,
@@ -55,6 +56,7 @@ from tests.unit.roles.instance_world import (
     SESSION,
     B,
     World,
+    digests_of,
     key_of,
     sampler,
 )
@@ -221,6 +223,21 @@ def test_a_block_that_is_lost_on_the_way_is_computed() -> None:
     world.do(JobDone(second.job_id, header=None))
     assert world.of(engine.StartSequence)[0].cached_tokens == 0
     assert world.beside.kept == {}
+
+
+@pytest.mark.requirement("BR-5")
+def test_a_block_that_is_not_what_was_stored_never_reaches_the_engine() -> None:
+    world = World()
+    world.beside.hold(*KEYS)
+    world.begin(PROMPT)
+    first, second = world.of(ReadBlock)
+    world.answered_jobs.update((first.job_id, second.job_id))
+    world.do(JobDone(second.job_id, header=HEADER, layer_digests=digests_of("rotten")))
+    world.do(JobDone(first.job_id, header=HEADER, layer_digests=digests_of(KEYS[0])))
+    world.run_jobs()
+    assert [each.index for each in world.of(engine.ImportBlock)] == [0]
+    assert world.of(engine.StartSequence)[0].cached_tokens == B
+    assert world.beside.held() == {KEYS[0]}
 
 
 def test_more_sessions_than_the_engine_takes_wait_their_turn() -> None:
@@ -422,7 +439,6 @@ def test_a_bad_block_is_reported_to_the_index_and_its_buffer_given_back() -> Non
     from kvsp_core.answers import block_response
     from kvsp_core.resources import WithdrawReplica
     from kvsp_core.roles.role import BlockReceived, FreeBuffer
-    from tests.unit.roles.instance_world import HEADER, digests_of
 
     world = World()
     world.ask(PC, PrefetchBlocks(), directive(KEYS[0]))
