@@ -133,6 +133,9 @@ class Beside:
     def next_deadline_ms(self) -> int | None:
         return None
 
+    def tier_of(self, name: BlockName) -> str | None:
+        return self.tiers.get(name)
+
     def is_sound(self, name: BlockName, layer_digests: tuple[str, ...]) -> bool:
         return name in self.tiers and layer_digests == digests_of(name.block_key)
 
