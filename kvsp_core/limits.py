@@ -164,7 +164,7 @@ first."""
 
 STATUS_RETRY_MS: Final = 250
 """How long an instance waits, at most, before it sends a status again that failed; it doubles with each
-failure up to a third of the record's TTL.
+failure up to a sixth of the record's TTL.
 """
 
 MAX_STATUS_TTL_MS: Final = 60_000

@@ -438,8 +438,10 @@ class InstanceLifecycle:
             return
         self._in_flight = False
         self._failures += 1
-        most_ms = min(self._interval_ms, self._retry_ms << min(self._failures - 1, 16))
-        self._send_ms = now_ms + self._random_ms(most_ms // 2, most_ms)
+        # With the time it waited for an answer this is an interval at most (ST-1).
+        longest_ms = max(1, self._interval_ms // 2)
+        most_ms = min(longest_ms, self._retry_ms << min(self._failures - 1, 16))
+        self._send_ms = now_ms + self._random_ms(1, most_ms)
 
     def _entered(self, now_ms: int) -> list[Effect]:
         self._idle_since_ms, self._requested = None, False
