@@ -154,29 +154,30 @@ class ReplicaRecord:
 
         Of any other, find out whether it is unusual or wrong.
         """
-        block_key, compat_id, scope_id, digest = self.block_key, self.compat_id, self.scope_id, self.digest
         layer_digests = self.layer_digests
-        if layer_digests is not None:
-            joined = "".join([block_key, compat_id, scope_id, digest[8:], *layer_digests])
-            next_layer = 0
-            for entry in self.residency:
-                first, last = entry.layers
-                if first != next_layer:
-                    break
-                next_layer = last + 1
-            else:
-                if (
-                    0 < next_layer <= len(layer_digests)
-                    and len(block_key) == len(compat_id) == 64
-                    and len(scope_id) == 32
-                    and len(joined) == 224 + 64 * len(layer_digests)
-                    and are_hex_digits(joined)
-                    and digest[:8] == "sha-256:"
-                    and is_plain_base_uri(self.holder) is not None
-                    and self.moqt_namespace is None
-                ):
-                    return
-        self._check()
+        if layer_digests is None or self.moqt_namespace is not None or len(self.digest) != 72:
+            self._check()
+            return
+        next_layer = 0
+        for entry in self.residency:
+            first, last = entry.layers
+            if first != next_layer:
+                self._check()
+                return
+            next_layer = last + 1
+        block_key, compat_id, scope_id = self.block_key, self.compat_id, self.scope_id
+        joined = "".join(
+            [block_key, compat_id, scope_id, self.digest.removeprefix("sha-256:"), *layer_digests]
+        )
+        if not (
+            0 < next_layer <= len(layer_digests)
+            and len(block_key) == len(compat_id) == 64
+            and len(scope_id) == 32
+            and len(joined) == 224 + 64 * len(layer_digests)
+            and are_hex_digits(joined)
+            and is_plain_base_uri(self.holder)
+        ):
+            self._check()
 
     def _check(self) -> None:
         check_hex(self.block_key, "block_key")

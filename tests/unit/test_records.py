@@ -208,6 +208,18 @@ def test_a_value_that_a_program_builds_is_checked_like_one_that_is_read() -> Non
         attrs.evolve(record, residency=list(record.residency))
 
 
+@pytest.mark.parametrize(
+    "lengths",
+    [(63, 65, 32, 72), (64, 64, 24, 72), (64, 64, 33, 71), (65, 64, 31, 72), (64, 62, 34, 72)],
+)
+def test_lengths_that_make_up_for_each_other_are_wrong_all_the_same(lengths: tuple[int, ...]) -> None:
+    """The digest without its prefix, too: as long as one with it."""
+    names = ("block_key", "compat_id", "scope_id", "digest")
+    document = REPLICA | {name: "a" * length for name, length in zip(names, lengths, strict=True)}
+    with pytest.raises(RemoteProtocolError, match="lowercase hex digits, found a string of another form"):
+        decode(ReplicaRecord, octets(document))
+
+
 @pytest.mark.requirement("RR-1")
 @pytest.mark.parametrize(("kind", "document"), EXAMPLES, ids=lambda p: getattr(p, "__name__", ""))
 def test_unknown_members_are_ignored_and_names_are_case_sensitive(
