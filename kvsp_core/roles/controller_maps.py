@@ -98,11 +98,6 @@ class ShardMaps:
         group = self._groups.get(map_id)
         return group.state.map if group else None
 
-    def is_changing(self, map_id: str) -> bool:
-        """Return whether a change of a map is under way."""
-        group = self._groups.get(map_id)
-        return group is not None and not isinstance(group.state, m.Stable)
-
     def next_deadline_ms(self) -> int | None:
         """Return when `fire` is next due, or None. It may be early."""
         return self._alarms.next_ms()

@@ -321,12 +321,15 @@ def _read(item: AnswerReceived | CallFailed) -> LookupAnswer | None:
 
 
 def blocks_to_load(instance: str, match: Match) -> tuple[PrefetchBlock, ...]:
-    """Return the leading blocks that an instance does not hold, each with those who do."""
+    """Return the leading blocks that an instance does not hold whole, each with the others who have some."""
     blocks = []
     for key, replicas in zip(match.prefix.block_keys, match.replicas, strict=False):
-        holders = tuple(dict.fromkeys(record.holder for record in replicas))
-        if instance not in holders:
-            blocks.append(PrefetchBlock(block_key=key, sources=holders))
+        last = max(entry.layers[1] for record in replicas for entry in record.residency)
+        if any(record.holder == instance and record.has_layers(0, last) for record in replicas):
+            continue
+        sources = tuple(dict.fromkeys(record.holder for record in replicas if record.holder != instance))
+        if sources:
+            blocks.append(PrefetchBlock(block_key=key, sources=sources))
     return tuple(blocks)
 
 

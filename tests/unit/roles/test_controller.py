@@ -61,6 +61,7 @@ from kvsp_core.roles.role import (
     Delete,
     Effect,
     Input,
+    JobDone,
     Observe,
     Persist,
     Put,
@@ -454,6 +455,25 @@ def test_the_chosen_instance_is_told_to_load_what_it_does_not_hold(talk: Talk) -
     assert directive.blocks[0].sources == (H,)
     assert directive.request_ref == placed.request_ref
     assert placed.candidates[0].fetched_tokens == 16
+
+
+@pytest.mark.requirement("PL-1")
+def test_a_block_of_which_the_instance_holds_some_layers_is_loaded_from_the_others(talk: Talk) -> None:
+    talk.report(A)
+    digests = ("ab" * 32, "cd" * 32)
+    part = attrs.evolve(
+        replica(KEYS[0], A), layer_digests=digests, residency=(Residency(tier="device", layers=(0, 0)),)
+    )
+    talk.replicas = {KEYS[0]: (part, attrs.evolve(replica(KEYS[0]), layer_digests=digests))}
+    talk.place()
+    directive = decode(PrefetchDirective, talk.call_to(A, "prefetch").body)  # type: ignore[arg-type]
+    assert [(block.block_key, block.sources) for block in directive.blocks] == [(KEYS[0], (H,))]
+
+
+def test_without_an_index_everything_is_computed() -> None:
+    talk = Talk(placement={"index_uris": ()})
+    talk.report(A)
+    assert talk.place().candidates[0].recomputed_tokens == 67
 
 
 def test_a_replica_of_a_holder_that_may_not_publish_does_not_count(talk: Talk) -> None:
@@ -931,6 +951,11 @@ def test_an_answer_to_a_resume_of_a_session_that_has_ended_is_nothing(talk: Talk
     talk.effects.clear()
     talk.reply(call, status=409)
     assert not [e for e in talk.effects if not isinstance(e, Persist)]
+
+
+def test_what_a_controller_has_no_use_for_is_nothing(talk: Talk) -> None:
+    assert talk.give(JobDone(1)) == ()
+    assert talk.give(CallFailed(99, "late")) == ()
 
 
 def test_an_empty_store_is_a_new_controller(talk: Talk) -> None:

@@ -208,6 +208,24 @@ def test_a_map_without_shards_is_over_and_forgotten(split: Group) -> None:
     assert [effect for effect in split.effects if isinstance(effect, Call)] == calls
 
 
+def test_an_answer_that_comes_after_the_end_of_a_map_is_nothing(split: Group) -> None:
+    split.split()
+    split.answer_all()
+    late = next(iter(split.calls.values()))
+    split.controller._maps._end("m1")
+    split.reply(late)
+    assert split.controller.shard_map("m1") is None
+
+
+def test_a_member_that_is_overloaded_is_told_again(group: Group) -> None:
+    group.split(A)
+    group.answer_all()
+    group.answer_all(503)
+    assert group.told() == {}
+    group.pass_time(500)
+    assert group.told() == {A: ReshardCommit(map="m1", commit=1)}
+
+
 def test_a_first_split_that_is_given_up_keeps_its_version(group: Group) -> None:
     group.split(A)
     group.answer_all(409)
