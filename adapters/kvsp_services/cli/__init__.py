@@ -15,7 +15,7 @@ __all__ = ["main"]
 
 def main() -> None:
     """Run ``kvsp`` with the arguments of the process."""
-    if sys.argv[1:2] == ["serve"]:  # before anything imports numpy
+    if sys.argv[1:2] in (["serve"], ["demo"]):  # before anything imports numpy
         from kvsp_services.engine_port import pinned_numerics
 
         os.environ.update(pinned_numerics())

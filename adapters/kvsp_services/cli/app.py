@@ -17,6 +17,7 @@ __all__ = ["COMMANDS", "ENTRY_POINTS", "kvsp", "run"]
 COMMANDS: Final = {
     "backup": "kvsp_services.cli.storage:backup",
     "compat": "kvsp_services.cli.values:compat",
+    "demo": "kvsp_services.cli.demo:demo",
     "drain": "kvsp_services.cli.operator:drain",
     "get": "kvsp_services.cli.data:get",
     "index": "kvsp_services.cli.operator:index",

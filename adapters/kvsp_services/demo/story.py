@@ -1,0 +1,434 @@
+"""The story of the demonstration: what is done to the cluster, and what has to hold."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import attrs
+
+from kvsp_core.block_keys import block_keys
+from kvsp_core.errors import KVSPError
+from kvsp_core.messages import DirectiveStatus, PrefetchBlock, PrefetchDirective
+from kvsp_core.records import Sampler
+from kvsp_core.resources import GetDirective, PrefetchBlocks
+from kvsp_core.roles.engine import SequenceEnded, StartSequence, TokensDecoded
+from kvsp_engines.engine import NumpyEngine
+from kvsp_engines.text import TextCodec
+from kvsp_h2 import Credentials
+from kvsp_services.asking import ask, ask_for, expect_success
+from kvsp_services.demo.client import Client, Reply
+from kvsp_services.demo.cluster import INSTANCES, Cluster, wait_until
+from kvsp_services.demo.watching import Watcher
+
+__all__ = ["FAST", "REAL", "Check", "Scale", "Step", "Story", "document"]
+
+
+@attrs.frozen(kw_only=True)
+class Scale:
+    """How much is asked: documents and answers in tokens, and how long anything may take."""
+
+    document_tokens: int
+    answer_tokens: int
+    long_answer_tokens: int
+    """Of the answers in whose middle something is killed."""
+    kill_after: int
+    """Pieces of the answer after which that happens."""
+    patience_s: float
+
+
+FAST: Final = Scale(
+    document_tokens=900, answer_tokens=16, long_answer_tokens=600, kill_after=5, patience_s=60
+)
+"""For the tiny model."""
+REAL: Final = Scale(
+    document_tokens=1200, answer_tokens=32, long_answer_tokens=48, kill_after=12, patience_s=240
+)
+"""For SmolLM2 on two cores."""
+
+
+@attrs.frozen
+class Check:
+    """One thing that has to hold, and the figures that show it."""
+
+    what: str
+    held: bool
+    figures: str
+
+
+@attrs.define
+class Step:
+    """One step of the story. `not_built` says why nothing was claimed."""
+
+    number: int
+    title: str
+    checks: list[Check] = attrs.field(factory=list)
+    figures: list[tuple[str, str, str]] = attrs.field(factory=list)
+    """Rows of a small table: what, first, second."""
+    not_built: str = ""
+    took_s: float = 0.0
+
+    def check(self, what: str, held: bool, figures: str) -> None:
+        """Note whether something held."""
+        self.checks.append(Check(what, held, figures))
+
+    @property
+    def held(self) -> bool:
+        """Whether every check held."""
+        return all(check.held for check in self.checks)
+
+
+QUESTIONS: Final = (
+    "What is this text about?",
+    "What must never happen?",
+    "Name one thing the text asks of its reader.",
+    "Tell a long story about the people who wrote this.",
+)
+
+
+class Story:
+    """Tells the steps, one after the other, on a running cluster."""
+
+    def __init__(self, cluster: Cluster, watcher: Watcher, scale: Scale, document: str) -> None:
+        self._cluster = cluster
+        self._watcher = watcher
+        self._scale = scale
+        self._codec = TextCodec(cluster.model_dir)
+        self._client = Client(cluster.api_url, cluster.model_dir.name, timeout_s=scale.patience_s)
+        tokens = self._codec.encode(document)[: scale.document_tokens]
+        self._document = self._codec.decode(tokens).strip("\ufffd ")
+        self._steps: tuple[tuple[str, Callable[[Step], None]], ...] = (
+            ("Two questions about one document", self._reuse),
+            ("Blocks loaded ahead of the question", self._prefetch),
+            ("The serving instance killed in mid-sentence", self._instance_killed),
+            ("The controller killed in mid-sentence", self._controller_killed),
+            ("A context split over three instances, then over two", self._reshard),
+            ("An instance drained, asleep and woken", self._sleep_and_wake),
+        )
+
+    def tell(self, said: Callable[[Step], None]) -> list[Step]:
+        """Do all steps; `said` hears of each when it is over. A step that breaks is one that did not hold."""
+        steps = []
+        for number, (title, act) in enumerate(self._steps, 1):
+            step = Step(number, title)
+            began = time.monotonic()
+            self._watcher.mark("", f"step {number}")
+            try:
+                act(step)
+            except Exception as error:  # whatever it is, the next steps are told too
+                step.check("the step came to its end", False, f"{type(error).__name__}: {error}")
+            step.took_s = time.monotonic() - began
+            steps.append(step)
+            said(step)
+        return steps
+
+    # What the steps have in common
+
+    def _prompt(self, question: str) -> str:
+        return f"{self._document}\n\n{question}"
+
+    def _counted(self, name: str) -> dict[str, float]:
+        return {
+            instance: self._cluster.members[instance].metrics().get(f"kvsp_{name}_total", 0.0)
+            for instance in INSTANCES
+            if self._cluster.members[instance].alive()
+        }
+
+    def _ask(self, question: str, tokens: int, **more: object) -> tuple[Reply, str, dict[str, int]]:
+        """Ask; return the reply, who served it, and what was cached, fetched and recomputed for it."""
+        names = ("cached_tokens", "fetched_tokens", "recomputed_tokens", "instance_prefills")
+        before = {name: self._counted(name) for name in names}
+        reply = self._client.ask(self._prompt(question), max_tokens=tokens, **more)  # type: ignore[arg-type]
+        after = {name: self._counted(name) for name in names}
+        grown = {
+            name: {i: int(after[name].get(i, 0) - before[name].get(i, 0)) for i in after[name]}
+            for name in names
+        }
+        served = max(
+            grown["instance_prefills"], key=lambda i: grown["instance_prefills"][i], default="nobody"
+        )
+        return reply, served, {name: sum(grown[name].values()) for name in names}
+
+    def _owner(self) -> str:
+        """Return which instance has the session that is running."""
+        for _ in range(50):
+            for session in self._cluster.sessions().sessions:
+                if session.state in ("placed", "running", "resuming") and session.instance is not None:
+                    return self._cluster.name_of(session.instance)
+        raise KVSPError("no session is running")
+
+    def _computed_alone(self, question: str, tokens: int) -> str:
+        """Return the answer of an engine in this process that computes everything itself."""
+        descriptor = self._cluster.descriptor
+        engine = NumpyEngine(
+            self._cluster.model_dir, kv_dtype=descriptor.kv_dtype, block_tokens=descriptor.block_tokens
+        )
+        prompt = self._codec.encode_chat([{"role": "user", "content": self._prompt(question)}])
+        sampler = Sampler(method="greedy", params={"max_tokens": tokens}, seed=0, step=0, deterministic=True)
+        engine.execute(StartSequence(sequence=1, tokens=prompt, cached_tokens=0, sampler=sampler))
+        drawn: list[int] = []
+        while True:
+            for event in engine.step():
+                if isinstance(event, TokensDecoded):
+                    drawn += event.tokens
+                elif isinstance(event, SequenceEnded):
+                    stream = self._codec.stream()
+                    return "".join(stream.push(token) for token in drawn) + stream.finish()
+
+    def _prefix_keys(self) -> list[str]:
+        """Return the keys of the blocks that every question about the document begins with."""
+        chats = [
+            self._codec.encode_chat([{"role": "user", "content": self._prompt(question)}])
+            for question in QUESTIONS
+        ]
+        same = next(
+            (n for n, tokens in enumerate(zip(*chats, strict=False)) if len(set(tokens)) > 1), len(chats[0])
+        )
+        keys, _ = block_keys(self._cluster.scope, self._cluster.descriptor, chats[0][:same])
+        return [key.hex() for key in keys]
+
+    # 1
+
+    def _reuse(self, step: Step) -> None:
+        tokens = self._scale.answer_tokens
+        first, _, was = self._ask(QUESTIONS[0], tokens)
+        blocks = len(self._prefix_keys())
+        published_s = wait_until(
+            lambda: self._cluster.index().records >= blocks,
+            self._scale.patience_s,
+            "the blocks to be published",
+        )
+        second, served, now = self._ask(QUESTIONS[1], tokens)
+        expected = self._computed_alone(QUESTIONS[1], tokens)
+        shared = blocks * self._cluster.descriptor.block_tokens
+        step.figures = [
+            ("time to first token", f"{first.first_s:.2f} s", f"{second.first_s:.2f} s"),
+            ("prompt tokens", str(first.prompt_tokens), str(second.prompt_tokens)),
+            ("from caches", str(was["cached_tokens"]), str(now["cached_tokens"])),
+            ("computed", str(was["recomputed_tokens"]), str(now["recomputed_tokens"])),
+            ("fetched from other holders", str(was["fetched_tokens"]), str(now["fetched_tokens"])),
+            ("blocks published after", f"{published_s:.2f} s", ""),
+        ]
+        step.check(
+            "the second question reuses every block of the document",
+            second.cached_tokens >= shared and now["cached_tokens"] >= shared,
+            f"{now['cached_tokens']} of {second.prompt_tokens} tokens from caches ({served})",
+        )
+        step.check(
+            "it computes no more than its own tokens",
+            now["recomputed_tokens"] <= second.prompt_tokens - shared,
+            f"{now['recomputed_tokens']} tokens, the first question {was['recomputed_tokens']}",
+        )
+        step.check(
+            "its answer is the one of an engine that computes everything itself",
+            second.text == expected,
+            f"{second.output_tokens} tokens",
+        )
+
+    # 2
+
+    def _prefetch(self, step: Step) -> None:
+        cluster, keys = self._cluster, self._prefix_keys()
+        holder = max(INSTANCES, key=lambda name: self._counted("instance_prefills").get(name, 0.0))
+        target = next(name for name in INSTANCES if name != holder)
+        fetched = self._counted("fetched_tokens").get(target, 0.0)
+        directive = PrefetchDirective(
+            directive="01" * 16,
+            scope_id=cluster.scope.scope_id,
+            compat_id=cluster.descriptor.compat_id,
+            blocks=tuple(
+                PrefetchBlock(block_key=key, sources=(cluster.uris[holder], cluster.uris["cache"]))
+                for key in keys
+            ),
+            deadline_ms=int(self._scale.patience_s * 1000),
+            lease_ms=30_000,
+        )
+        # As the controller would: with its certificate.
+        folder = cluster.directory
+        controller = Credentials(folder / "controller.pem", folder / "controller.key", folder / "ca.pem")
+        began = time.monotonic()
+        uri = cluster.uris[target]
+        expect_success(uri, ask(controller, uri, PrefetchBlocks(), directive))
+        leased: dict[str, int] = {}
+        status = None
+        while status is None or status.state == "pending":
+            for name, count in self._watcher.leases_now().items():
+                leased[name] = max(leased.get(name, 0), count)
+            status = ask_for(DirectiveStatus, controller, uri, GetDirective(directive.directive))
+            if time.monotonic() - began > self._scale.patience_s:
+                break
+        took_s = time.monotonic() - began
+        loaded = self._counted("fetched_tokens").get(target, 0.0) - fetched
+        self._watcher.mark(target, "prefetched")
+        step.check(
+            f"{target} loads all blocks of the document from {holder}, before anybody asks",
+            status.state == "complete" and len(status.loaded) == len(keys),
+            f"{len(status.loaded)} of {len(keys)} blocks, {loaded:.0f} tokens fetched in {took_s:.2f} s",
+        )
+        sources = {name: count for name, count in leased.items() if name != target and count}
+        step.check(
+            "its sources keep them under lease meanwhile",
+            bool(sources),
+            ", ".join(f"{name} up to {count} blocks" for name, count in sources.items()) or "no lease seen",
+        )
+        others = [name for name in INSTANCES if name != target]
+        for name in others:
+            cluster.ask_state(name, "draining")
+        reply, served, counts = self._ask(QUESTIONS[2], self._scale.answer_tokens)
+        for name in others:
+            wait_until(
+                lambda name=name: cluster.ask_state(name, "active") == "active" or True, 10, f"{name} to wake"
+            )
+        cluster.wait_active(INSTANCES, self._scale.patience_s)
+        shared = len(keys) * cluster.descriptor.block_tokens
+        step.check(
+            f"the next question goes to {target} and uses them",
+            served == target and reply.cached_tokens >= shared and counts["fetched_tokens"] == 0,
+            f"served by {served}: {reply.cached_tokens} tokens from caches,"
+            f" {counts['fetched_tokens']} fetched for it, first token after {reply.first_s:.2f} s",
+        )
+
+    # 3
+
+    def _instance_killed(self, step: Step) -> None:
+        for method, temperature in (("greedy", 0.0), ("top-p", 1.0)):
+            calm, seed = self._undisturbed(temperature)
+            victims: list[str] = []
+
+            def kill(victims: list[str] = victims) -> None:
+                victims.append(self._owner())
+                self._cluster.kill(victims[0])
+                self._watcher.mark(victims[0], "kill -9")
+
+            reply, _, _ = self._ask(
+                QUESTIONS[3],
+                self._scale.long_answer_tokens,
+                temperature=temperature,
+                seed=seed,
+                after=self._scale.kill_after,
+                then=kill,
+            )
+            epoch = max((s.epoch for s in self._cluster.sessions().sessions), default=0)
+            victim = victims[0] if victims else "nobody"
+            step.check(
+                f"{method}: another instance goes on, and its client does not notice",
+                bool(victims) and epoch > 1 and reply.reason in ("stop", "length"),
+                f"{victim} killed; epoch {epoch}; longest silence {reply.longest_wait_s:.2f} s",
+            )
+            step.check(
+                f"{method}: the answer is the undisturbed one, each token once",
+                reply.text == calm.text and reply.output_tokens == calm.output_tokens,
+                f"{reply.output_tokens} tokens, undisturbed {calm.output_tokens}",
+            )
+            if victims:
+                self._restart(victim)
+
+    def _restart(self, name: str) -> None:
+        self._cluster.launch(name)
+        self._cluster.wait_ready(name)
+        self._watcher.mark(name, "started")
+        if name in INSTANCES:
+            self._cluster.wait_active([name], self._scale.patience_s)
+
+    def _undisturbed(self, temperature: float) -> tuple[Reply, int]:
+        """Return an answer that is long enough to be disturbed, and its seed."""
+        for seed in range(1, 20):
+            reply, _, _ = self._ask(
+                QUESTIONS[3], self._scale.long_answer_tokens, temperature=temperature, seed=seed
+            )
+            if reply.output_tokens > self._scale.long_answer_tokens // 2:
+                break
+        return reply, seed
+
+    # 4
+
+    def _controller_killed(self, step: Step) -> None:
+        cluster = self._cluster
+        calm, seed = self._undisturbed(0.0)
+
+        def kill() -> None:
+            cluster.kill("controller")
+            self._watcher.mark("controller", "kill -9")
+            cluster.launch("controller")
+
+        reply = self._client.ask(
+            self._prompt(QUESTIONS[3]),
+            max_tokens=self._scale.long_answer_tokens,
+            seed=seed,
+            after=self._scale.kill_after,
+            then=kill,
+        )
+        cluster.wait_ready("controller")
+        self._watcher.mark("controller", "started")
+        step.check(
+            "the answer goes on and is the undisturbed one",
+            reply.text == calm.text and reply.output_tokens == calm.output_tokens,
+            f"{reply.output_tokens} tokens, longest silence {reply.longest_wait_s:.2f} s",
+        )
+        took_s = cluster.wait_active(INSTANCES, self._scale.patience_s)
+        known = cluster.sessions().sessions
+        step.check(
+            "the controller knows its sessions and instances again",
+            len(known) > 0,
+            f"{len(known)} sessions from its store, three instances after {took_s:.2f} s",
+        )
+        again, served, _ = self._ask(QUESTIONS[1], self._scale.answer_tokens)
+        step.check(
+            "it places the next question",
+            again.reason in ("stop", "length") and again.output_tokens > 0,
+            f"{again.output_tokens} tokens from {served}, {again.cached_tokens} from caches",
+        )
+
+    # 5
+
+    def _reshard(self, step: Step) -> None:
+        step.not_built = "this version's commands do not reshard yet; the machines and roles for it are there"
+
+    # 6
+
+    def _sleep_and_wake(self, step: Step) -> None:
+        cluster, name = self._cluster, INSTANCES[-1]
+        began = time.monotonic()
+        cluster.ask_state(name, "draining")
+        self._watcher.mark(name, "drain")
+        asleep_s = wait_until(
+            lambda: cluster.state_of(name) == "sleeping", self._scale.patience_s, f"{name} to sleep"
+        )
+        step.check(f"{name} drains and sleeps", True, f"asleep {asleep_s:.2f} s after it was asked")
+        _, served, _ = self._ask(QUESTIONS[1], self._scale.answer_tokens)
+        step.check("meanwhile others serve", served != name, f"served by {served}")
+        began = time.monotonic()
+        cluster.ask_state(name, "active")
+        self._watcher.mark(name, "wake")
+        cluster.wait_active([name], self._scale.patience_s)
+        step.check(f"{name} wakes", True, f"active {time.monotonic() - began:.2f} s after it was asked")
+        for other in INSTANCES:
+            if other != name:
+                cluster.ask_state(other, "draining")
+        try:
+            reply, served, _ = self._ask(QUESTIONS[0], self._scale.answer_tokens)
+        finally:
+            for other in INSTANCES:
+                cluster.ask_state(other, "active")
+        step.check(
+            f"{name} serves again",
+            served == name,
+            f"{reply.output_tokens} tokens, {reply.cached_tokens} cached",
+        )
+
+
+def document(folder: Path = Path(__file__).parents[3] / "docs") -> str:
+    """Return the text that is asked about: the project's own documentation, or what the package says."""
+    for name in ("architecture.md", "decisions.md"):
+        if (folder / name).is_file():
+            return (folder / name).read_text()
+    import kvsp_core.roles.role as role
+    from kvsp_core import problems
+
+    return "\n\n".join(_texts((role, problems)))
+
+
+def _texts(modules: Sequence[object]) -> list[str]:
+    return [str(getattr(module, "__doc__", "")) for module in modules]
