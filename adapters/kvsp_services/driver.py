@@ -121,6 +121,12 @@ class Driver:
         self._guarded(lambda: self.role.start(self._loop.now_ms()))
         self._set_timer()
 
+    def let(self, step: Callable[[int], tuple[Effect, ...]]) -> None:
+        """Let the role do something that is no input, such as beginning to stop; `step` gets the time."""
+        if not self.stopped:
+            self._guarded(lambda: step(self._loop.now_ms()))
+            self._set_timer()
+
     def handle(self, item: Input) -> None:
         """Hand one input to the role, after those that came before, and carry out what it wants."""
         if self.stopped:

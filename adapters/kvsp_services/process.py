@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol, runtime_checkable
 
 import anyio
 import structlog
@@ -24,7 +24,7 @@ import structlog
 from kvsp_core.errors import KVSPError
 from kvsp_core.machines.fleet import Fleet
 from kvsp_core.roles.authorization import Policy
-from kvsp_core.roles.role import Role
+from kvsp_core.roles.role import Effect, Role
 from kvsp_h2 import Credentials
 from kvsp_services.assembly import (
     Materials,
@@ -55,9 +55,26 @@ __all__ = ["Process", "RunningRole", "serve"]
 MAX_REBUILDS: Final = 5
 REBUILD_WINDOW_S: Final = 60.0
 DRAIN_S: Final = 30.0
+"""Time that roles have to hand over what they have: sessions that finish, records that are withdrawn."""
+CLOSE_S: Final = 5.0
+"""Time that connections have to close in order after that."""
 _HEARTBEAT_S: Final = 1.0
 _DEAF_S: Final = 10.0
 """Time without a heartbeat after which the process says that it is not healthy."""
+
+
+@runtime_checkable
+class Stoppable(Protocol):
+    """A role that has something to hand over before its process ends."""
+
+    @property
+    def safe_to_stop(self) -> bool:
+        """Whether nothing is left to hand over."""
+        ...
+
+    def stop(self, now_ms: int) -> tuple[Effect, ...]:
+        """Be told that the process is to end."""
+        ...
 
 
 class RunningRole:
@@ -213,6 +230,17 @@ class RunningRole:
         else:
             self._log.info("role rebuilt")
 
+    def begin_to_stop(self) -> None:
+        """Tell a role that has something to hand over that the process is to end."""
+        if self.served is not None and isinstance(self.role, Stoppable):
+            self.served.driver.let(self.role.stop)
+
+    @property
+    def is_safe_to_stop(self) -> bool:
+        """Whether the role has nothing left to hand over, or cannot any more."""
+        over = self.served is None or self.served.driver.stopped or not isinstance(self.role, Stoppable)
+        return over or self.role.safe_to_stop  # type: ignore[union-attr]
+
     def close(self) -> None:
         """Stop the role and close its stores; blocks."""
         if self.served is not None:
@@ -242,6 +270,7 @@ class Process:
         self.fleet = Fleet() if both else None
         self.stopping = anyio.Event()
         self.failure: str | None = None
+        self.hurried = False
         self._log = structlog.get_logger()
         self._beat = time.monotonic()
         self.roles = [RunningRole(self, name, section) for name, section in config.roles.items()]
@@ -302,18 +331,23 @@ class Process:
                 if number == signal.SIGHUP:
                     self.reload()
                 elif self.stopping.is_set():
-                    return  # asked twice: do not wait for what is under way
+                    self.hurried = True  # asked twice: do not wait for what is under way
                 else:
                     self._log.info("draining")
                     self.stopping.set()
 
     async def drain(self) -> None:
-        """Take nothing new and let what is under way end, for a bounded time."""
+        """Let every role hand over what it has, then close connections in order, for a bounded time."""
+        with anyio.move_on_after(DRAIN_S):
+            for role in self.roles:
+                role.begin_to_stop()
+            while not self.hurried and not all(role.is_safe_to_stop for role in self.roles):
+                await anyio.sleep(0.05)
         for role in self.roles:
             if role.listener is not None:
                 role.listener.shutdown()
-        with anyio.move_on_after(DRAIN_S):
-            while any(role.listener is not None and role.listener.links for role in self.roles):
+        with anyio.move_on_after(CLOSE_S):
+            while not self.hurried and any(r.listener is not None and r.listener.links for r in self.roles):
                 await anyio.sleep(0.05)
 
     def close(self) -> None:

@@ -73,6 +73,8 @@ class HeldBlocks:
         """Take the publisher's news in: faulty blocks wait for them, and what the index refuses goes."""
         while withdrawn := self.publisher.take_withdrawn():
             for block in withdrawn:
+                if block in self.holdings:
+                    continue  # it stays, and is only not published any more
                 self._apply(self.lease_table.handle(leases.EndWithdrawal(block=block), now_ms), now_ms)
         for block in self.publisher.take_refused():
             self.lose(block, now_ms)

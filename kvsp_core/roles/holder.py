@@ -90,6 +90,7 @@ _NO_LAYERS: Final = Problem(LAYERS_UNAVAILABLE, "layers: not all of them are hel
 _NO_CODEC: Final = Problem(NOT_ACCEPTABLE, "codec: the block is held in another, and is not transcoded here")
 _FULL: Final = Problem(STORAGE_FULL, "no room for the block; what is held is leased or in use")
 _BUSY: Final = Problem(UNAVAILABLE, "too much is being stored at a time; try again soon")
+_STOPPING: Final = Problem(UNAVAILABLE, "the holder is about to stop; use another one")
 _STARTING: Final = Problem(UNAVAILABLE, "the holder is still finding out what it holds; try again soon")
 _GOING: Final = Problem(UNAVAILABLE, "a replica of this key is just leaving; try again soon")
 _NOT_FITTING: Final = Problem(
@@ -184,6 +185,7 @@ class Holder:
         self._reading: dict[int, bool] = {}  # requests whose read is under way, and whether they have ended
         self._granted: dict[int, tuple[str, str]] = {}  # answers that grant a lease: client and lease
         self._loading = 0
+        self._stopping = False
         self._last_stored: dict[tuple[str, str, str], str] = {}
         self._tickets = 0
         self._news: list[BlockAdded | BlockNotAdded] = []
@@ -196,6 +198,18 @@ class Holder:
             self._loading += 1
             self._work.emit(Load(self._work.job(_Loading(tier)), tier))
         return self._work.take()
+
+    def stop(self, now_ms: int) -> tuple[Effect, ...]:
+        """Be told that the process is to end: take nothing new, withdraw every record (PB-3)."""
+        self._stopping = True
+        self._blocks.publisher.withdraw_all(now_ms)
+        self._blocks.settle(now_ms)
+        return self._work.take()
+
+    @property
+    def safe_to_stop(self) -> bool:
+        """Whether the holder was told to stop and no record of it is left at the index."""
+        return self._stopping and self._blocks.publisher.is_idle
 
     def next_deadline_ms(self) -> int | None:
         """Return when the holder next wants `TimerFired`, or None."""
@@ -243,6 +257,8 @@ class Holder:
         match asked.operation:
             case GetBlock() | HeadBlock() | StoreBlock() | CreateLease() if self._loading:
                 self._work.emit(refuse(asked.request_id, _STARTING, retry_after_s=1))
+            case StoreBlock() | CreateLease() if self._stopping:
+                self._work.emit(refuse(asked.request_id, _STOPPING, retry_after_s=1))
             case GetBlock() | HeadBlock():
                 self._get(asked, asked.operation, now_ms)
             case StoreBlock():

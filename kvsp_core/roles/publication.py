@@ -105,6 +105,7 @@ class Publisher:
         self._ttl_ms = ttl_ms
         self._max_calls = max_calls
         self._calls = 0
+        self._stopped = False
         self._entries: dict[str, _Entry] = {}
         self._withdrawals: deque[str] = deque()
         self._publications: deque[str] = deque()
@@ -118,7 +119,7 @@ class Publisher:
 
     def publish(self, block: str, block_key: str, now_ms: int) -> None:
         """Have the index list a block from now on, with the record it then has."""
-        if self._index_uri is None:
+        if self._index_uri is None or self._stopped:
             return
         entry = self._entries.get(block)
         if entry is None:
@@ -140,6 +141,17 @@ class Publisher:
             return
         self._withdrawals.append(block)
         self._send(now_ms)
+
+    def withdraw_all(self, now_ms: int) -> None:
+        """Have the index forget every block: the process is to end. The blocks stay where they are."""
+        self._stopped = True
+        for block in tuple(self._entries):
+            self.withdraw(block, now_ms)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the index lists nothing of this holder, as far as is known, and nothing is under way."""
+        return not self._entries and not self._calls
 
     def remaining_ms(self, block: str, now_ms: int) -> int:
         """Return how long the index has said to list a block still."""

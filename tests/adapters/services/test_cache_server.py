@@ -126,7 +126,18 @@ def test_blocks_are_stored_published_found_and_fetched(cluster: Cluster, shell: 
     assert status == 0, complained
     status, said, _ = shell("leases", "--holder", cluster.uris["holder"], scope=False)
     assert OPERATOR in said
+
+
+@pytest.mark.requirement("PB-3")
+def test_an_orderly_stop_withdraws_and_keeps_what_is_on_disk(cluster: Cluster, shell: Shell) -> None:
+    assert shell.put(0)[0] == 0
+    assert until(lambda: shell.matched() == 1)
     assert cluster.stop() == 0
+    assert (cluster.directory / "blocks" / "clean-stop").exists()
+    assert '"event": "safe to stop"' in cluster.log
+    cluster.start()
+    assert until(lambda: shell.matched() == 1)
+    assert shell.get(0)[0] == 0
 
 
 @pytest.mark.requirement("PB-3", "SE-4")

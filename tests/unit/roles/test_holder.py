@@ -734,3 +734,29 @@ def test_a_container_that_does_not_begin_with_the_first_layer_is_refused() -> No
     header = ContainerHeader(codec=1, first_layer=1, token_count=4, sections=((16, 16),))
     octets = b"".join(encode_container(header, [(bytes(16), bytes(16))]))
     assert loop.put(K[0], octets) == 409
+
+
+# Stopping
+
+
+@pytest.mark.requirement("PB-3")
+def test_a_holder_that_stops_withdraws_its_records_and_still_serves_what_it_has() -> None:
+    loop = Loop().start()
+    assert loop.put(K[0]) == loop.put(K[1]) == 201
+    loop.index_answers()
+    loop.do(loop.holder.stop(loop.now_ms))
+    assert not loop.holder.safe_to_stop
+    assert loop.put(K[2]) == 503
+    assert loop.lease(K[0]).response.status == 503
+    assert loop.get(K[0]).status == 200, "who has looked it up may still fetch it"
+    assert loop.index_answers() == [("DELETE", K[0]), ("DELETE", K[1])]
+    assert loop.holder.safe_to_stop
+    assert loop.tiers["host"][NAMES[0]] == container(), "what is on disk is there at the next start"
+
+
+def test_a_holder_that_publishes_nothing_is_safe_to_stop_at_once() -> None:
+    loop = Loop(index=False).start()
+    assert loop.put(K[0]) == 201
+    assert not loop.holder.safe_to_stop
+    loop.do(loop.holder.stop(loop.now_ms))
+    assert loop.holder.safe_to_stop
