@@ -4,12 +4,14 @@ its own.
 
 from __future__ import annotations
 
+import hashlib
 from functools import partial
 from typing import Final
 
 import attrs
 
 from kvsp_core.container import ContainerHeader
+from kvsp_core.heads import Response
 from kvsp_core.identity import CompatibilityDescriptor, Scope
 from kvsp_core.machines.fleet import Fleet
 from kvsp_core.machines.lease import LeaseTable
@@ -27,7 +29,7 @@ from kvsp_core.roles.index import Index
 from kvsp_core.roles.instance import Instance, InstanceSettings
 from kvsp_core.roles.role import Role
 from kvsp_core.roles.work import Numbers
-from kvsp_sim.disk import StorageFaults, Tier
+from kvsp_sim.disk import StorageFaults, Tier, rotten
 from kvsp_sim.engine import KINDS, EngineSpeed, SimulatedEngine
 from kvsp_sim.faults import PROFILES, Chaos, draw_clock
 from kvsp_sim.host import Cluster, Host, Start
@@ -107,8 +109,8 @@ class SimulatedCluster:
             call_ms=random.pick((50, 150, 500)),
         )
         # Room for few blocks or many, and for few leased ones.
-        self._capacity_bytes = CONTAINER_BYTES * random.pick((12, 40, 400))
-        self._quota_bytes = BLOCK_BYTES * random.pick((6, 20, 200))
+        self._capacity_bytes = CONTAINER_BYTES * random.pick((5, 10, 40))
+        self._quota_bytes = BLOCK_BYTES * random.pick((8, 30, 200))
         self._scopes = tuple(Scope(random.octets(32)) for _ in range(3))
         self._names = _Names(options)
         self.network_faults = NetworkFaults()
@@ -120,6 +122,7 @@ class SimulatedCluster:
         self.counts = self.cluster.counts
         self.users: list[Users] = []
         self._build(policy)
+        self._make_a_liar()
         self._chaos = Chaos(
             self.cluster,
             self.network_faults,
@@ -129,9 +132,27 @@ class SimulatedCluster:
             mean_us=self._random.pick((20_000, 60_000, 200_000)),
         )
 
+    def _make_a_liar(self) -> None:
+        """Have the first holder serve other octets than its records say, with a digest that fits them."""
+        random = self._random.split("liar")
+        names = self._names.holders
+        if self.options.faults == "none" or not names or not random.chance(0.3):
+            return
+
+        def lie(body: bytes, response: Response) -> tuple[bytes, Response]:
+            if not response.is_success or not body or not random.chance(0.5):
+                return body, response
+            self.counts["lies"] += 1
+            wrong = rotten(body, random)
+            return wrong, attrs.evolve(response, repr_digest=hashlib.sha256(wrong).hexdigest())
+
+        self.cluster.hosts[names[0]].lies = lie
+
     def heal(self) -> None:
         """End all faults, and have users ask for nothing more."""
         self._chaos.heal()
+        for host in self.cluster.hosts.values():
+            host.lies = None
         for users in self.users:
             users.be_quiet()
 

@@ -13,7 +13,7 @@ from kvsp_core.roles.role import Append, BlockName, Delete, JobFault, Put, Store
 from kvsp_sim.randomness import Randomness
 from kvsp_sim.world import World
 
-__all__ = ["DurableStore", "StorageFaults", "Tier", "apply_write", "catalogue"]
+__all__ = ["DurableStore", "StorageFaults", "Tier", "apply_write", "catalogue", "rotten"]
 
 
 @attrs.define(kw_only=True)
@@ -158,7 +158,7 @@ class Tier:
         if faults.swapped and random.chance(faults.swapped):
             return random.pick(list(self.blocks.values()))
         if faults.rots and random.chance(faults.rots):
-            return _rotten(container, random)
+            return rotten(container, random)
         return container
 
     def drop(self, name: BlockName) -> None:
@@ -172,7 +172,7 @@ class Tier:
             self.used_bytes = 0
 
 
-def _rotten(container: bytes, random: Randomness) -> bytes:
+def rotten(container: bytes, random: Randomness) -> bytes:
     """Return the container with one bit of its sections turned, so that its form is still right."""
     header, _ = decode_container(container)
     octets = bytearray(container)

@@ -169,7 +169,7 @@ class Witness:
         self._holders: dict[str, str] = {}
         self._streams_by_prompt: dict[tuple[int, ...], Hashable] = {}
         self._streams: dict[str, Hashable] = {}
-        self._faulty: set[tuple[str, BlockName]] = set()
+        self._faulty: set[tuple[str, str]] = set()
         self._answers: dict[tuple[str, str], Callable[[Leg, Respond, bytes], None]] = {
             ("PUT", "replicas"): self._record_taken,
             ("DELETE", "replicas"): self._record_withdrawn,
@@ -236,14 +236,14 @@ class Witness:
 
     def tier_fault(self, host: Host, name: BlockName) -> None:
         """A tier gave a block out wrong, or not at all."""
-        self._faulty.add((host.base_uri, name))
+        self._faulty.add((host.base_uri, name.block_key))
 
     def dropped(self, host: Host, name: BlockName) -> None:
         """A role gave up a copy of a block."""
         if any(name in tier.blocks for tier in host.tiers.values()):
             return
-        fault = (host.base_uri, name) in self._faulty
-        self._faulty.discard((host.base_uri, name))
+        fault = (host.base_uri, name.block_key) in self._faulty
+        self._faulty.discard((host.base_uri, name.block_key))
         self.observe(
             BlockEvicted(holder=host.base_uri, block=name.block_key, now_ms=host.now_ms, fault=fault)
         )
@@ -256,7 +256,12 @@ class Witness:
             self.observe(RangeDropped(map_id=command.map_id, member=host.base_uri, tokens=command.tokens))
 
     def answered(self, host: Host, call: Call, response: Response, body: bytes) -> None:
-        """A role gets the answer to a call."""
+        """A role gets the answer to a call.
+
+        A record that the index refuses for its digest is of a block that others have found bad.
+        """
+        if response.status == 409 and call.request.path.startswith("replicas/"):
+            self._faulty.add((host.base_uri, call.request.path.split("/")[2]))
 
     def streamed(self, leg: Leg, data: bytes, end: bool) -> None:
         """A role sends a piece of a streamed answer."""
@@ -315,7 +320,7 @@ class Witness:
                 client=leg.client,
                 blocks=tuple((key, self.block_bytes) for key in keys),
                 now_ms=now_ms,
-                until_ms=now_ms + granted.ttl_ms,
+                until_ms=now_ms + granted.ttl_ms + 1,  # decision W16
             )
         )
 
@@ -327,7 +332,7 @@ class Witness:
                     holder=leg.server.base_uri,
                     lease=leg.exchange.request.path.split("/")[1],
                     now_ms=now_ms,
-                    until_ms=now_ms + _read_granted(body).ttl_ms,
+                    until_ms=now_ms + _read_granted(body).ttl_ms + 1,
                 )
             )
 

@@ -27,6 +27,9 @@ _TOKENS_PER_TOKEN: Final = 24
 """So many output tokens of the trace become one."""
 _MAX_OUTPUT: Final = 40
 _SYSTEM_PROMPTS: Final = 2
+_NEW_CONVERSATION: Final = 0.4
+"""How often a request begins a conversation; others come back to one of the last few."""
+_CONVERSATIONS: Final = 3
 
 
 @attrs.frozen(kw_only=True)
@@ -73,8 +76,10 @@ class Workload:
     def next(self) -> Wish:
         """Return the next wish."""
         random, size = self._random, self._block_tokens
-        _, _, output, blocks = self._rows[self._next % len(self._rows)]
-        self._next += 1
+        if self._next == 0 or random.chance(_NEW_CONVERSATION):
+            self._next += 1
+        first = max(0, self._next - _CONVERSATIONS)
+        _, _, output, blocks = self._rows[random.between(first, self._next - 1) % len(self._rows)]
         most = _LONG_BLOCKS if random.chance(0.05) else _MAX_BLOCKS
         system = random.below(_SYSTEM_PROMPTS + 1)
         shared = () if system == 0 else _block(f"system {system}", 2 * size)
