@@ -43,6 +43,7 @@ __all__ = [
     "MAX_LOOKUP_ANSWER_BYTES",
     "MAX_LOOKUP_KEYS",
     "MAX_LOOKUP_TARGETS",
+    "MAX_MEASURED_LINKS",
     "MAX_PARAMETERS_BYTES",
     "MAX_PENDING_BLOCKS",
     "MAX_PENDING_DIRECTIVES",
@@ -284,3 +285,7 @@ MAX_SHARD_MAPS: Final = 10_000
 
 RESHARD_DEADLINE_MS: Final = 10_000
 """How long members may take to load what a reshard gives them; then it is given up (RS-5)."""
+
+MAX_MEASURED_LINKS: Final = 256
+"""Holders whose links an instance measures and reports; beyond it the one heard of longest ago is left
+out."""

@@ -48,6 +48,7 @@ from kvsp_core.roles import engine, instance_copies, instance_loads, instance_se
 from kvsp_core.roles.authorization import Policy, authorize
 from kvsp_core.roles.instance_copies import Copies
 from kvsp_core.roles.instance_loads import Loads
+from kvsp_core.roles.instance_meter import Meter
 from kvsp_core.roles.instance_sessions import Sessions
 from kvsp_core.roles.instance_shards import Shards
 from kvsp_core.roles.local_blocks import LocalBlocks
@@ -86,6 +87,7 @@ class InstanceSettings:
     """Where blocks of sessions are copied to, so that they survive this instance."""
     batch_size: int = 8
     prefill_tokens_per_s: int = 0
+    """Where its rates and links start from; it measures them (0 is not known)."""
     decode_tokens_per_s: int = 0
     links: tuple[Link, ...] = ()
     status_ttl_ms: int = 3_000
@@ -148,6 +150,11 @@ class Instance:
         )
         self.safe_to_stop = False
         """Whether the instance was told to stop and has nothing left to do."""
+        self._meter = Meter(
+            prefill_tokens_per_s=settings.prefill_tokens_per_s,
+            decode_tokens_per_s=settings.decode_tokens_per_s,
+            links=settings.links,
+        )
         self._prefetches = self._loads_of("prefetch", settings.prefetch)
         self._loads = self._loads_of(
             "loads", PrefetchLimits(pending_directives=1024, pending_blocks=1 << 20, kept_ms=1)
@@ -165,6 +172,7 @@ class Instance:
             self._loads,
             self._prefetches,
             self._copies,
+            self._meter,
             controller_uri=settings.controller_uri,
             models=models,
             scopes=scopes,
@@ -194,6 +202,7 @@ class Instance:
             name,
             self._work,
             self._blocks,
+            meter=self._meter,
             index_uri=self.settings.index_uri,
             table=PrefetchTable(bounds),
             call_timeout_ms=self.settings.call_timeout_ms,
@@ -432,6 +441,7 @@ class Instance:
         for effect in self._lifecycle.handle(event, now_ms):
             match effect:
                 case lifecycle.SendStatus():
+                    self._meter.status_due(now_ms)
                     self._send_status(effect)
                 case lifecycle.AnswerState(state):
                     if request_id is not None:
@@ -459,9 +469,9 @@ class Instance:
             queued=queued,
             batch_size=settings.batch_size,
             kv_utilization=min(1.0, running / settings.batch_size),
-            prefill_tokens_per_s=settings.prefill_tokens_per_s,
-            decode_tokens_per_s=settings.decode_tokens_per_s,
-            links=settings.links,
+            prefill_tokens_per_s=self._meter.prefill_tokens_per_s,
+            decode_tokens_per_s=self._meter.decode_tokens_per_s,
+            links=self._meter.links,
             requested_state=effect.requested_state,
             ttl_ms=settings.status_ttl_ms,
             compat_ids=tuple(sorted(self._models)),

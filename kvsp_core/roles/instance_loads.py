@@ -28,6 +28,7 @@ from kvsp_core.messages import (
 from kvsp_core.problems import Problem
 from kvsp_core.records import ReplicaRecord
 from kvsp_core.resources import CreateLease, GetBlock, Lookup, ReleaseLease, WithdrawReplica
+from kvsp_core.roles.instance_meter import Meter
 from kvsp_core.roles.local_blocks import BlockAdded, BlockGone, BlockNotAdded, LocalBlocks, News
 from kvsp_core.roles.role import (
     AnswerForm,
@@ -53,6 +54,7 @@ class _LeaseFor:
     table: str
     job: int
     holder: str
+    asked_ms: int
 
 
 @attrs.frozen
@@ -61,6 +63,8 @@ class _FetchFor:
     job: int
     fetch: int
     buffer: int
+    holder: str
+    asked_ms: int
 
 
 @attrs.frozen
@@ -94,6 +98,7 @@ class Loads:
         work: Work,
         blocks: LocalBlocks,
         *,
+        meter: Meter,
         index_uri: str,
         table: PrefetchTable,
         call_timeout_ms: int,
@@ -104,6 +109,7 @@ class Loads:
         self.table = table
         self._work = work
         self._blocks = blocks
+        self._meter = meter
         self._index_uri = index_uri
         self._call_timeout_ms = call_timeout_ms
         self._fetch_timeout_ms = fetch_timeout_ms
@@ -184,13 +190,13 @@ class Loads:
                     holder,
                     CreateLease(),
                     LeaseRequest(block_keys=(key,), ttl_ms=ttl_ms),
-                    purpose=_LeaseFor(self.name, job, holder),
+                    purpose=_LeaseFor(self.name, job, holder, now_ms),
                     timeout_ms=self._call_timeout_ms,
                 )
             case prefetch_load.ReleaseLease(holder, lease):
                 self._notify(holder, ReleaseLease(lease))
             case prefetch_load.Fetch():
-                self._fetch(job, key, effect)
+                self._fetch(job, key, effect, now_ms)
             case prefetch_load.CancelFetch(fetch):
                 if (call := self._fetches.pop((job, fetch), None)) is not None:
                     purpose = self._work.calls[call]
@@ -212,11 +218,11 @@ class Loads:
         timeout_ms = self._call_timeout_ms
         self._work.call(base_uri, operation, body, purpose=_Notice(self.name), timeout_ms=timeout_ms)
 
-    def _fetch(self, job: int, key: str, fetch: prefetch_load.Fetch) -> None:
+    def _fetch(self, job: int, key: str, fetch: prefetch_load.Fetch, now_ms: int) -> None:
         name = self._name_of(key)
         assert name is not None
         buffer = self._work.new_buffer()
-        purpose = _FetchFor(self.name, job, fetch.fetch, buffer)
+        purpose = _FetchFor(self.name, job, fetch.fetch, buffer, fetch.holder, now_ms)
         self._fetching[buffer] = purpose
         self._fetches[job, fetch.fetch] = self._work.call(
             fetch.holder,
@@ -266,6 +272,8 @@ class Loads:
                 self._lookups.pop(directive, None)
                 self.handle(self._looked_up(directive, item), now_ms)
             case _LeaseFor(job=job, holder=holder):
+                if isinstance(item, AnswerReceived):
+                    self._meter.answered(holder, now_ms - purpose.asked_ms)
                 self._report(job, _lease_outcome(holder, item), now_ms)
             case _FetchFor():
                 self._fetched(purpose, item, now_ms)
@@ -296,6 +304,8 @@ class Loads:
         event: retrieval.BlockEnded | retrieval.Refused | retrieval.FetchFailed
         match item:
             case BlockReceived():
+                size_bytes, elapsed_ms = item.header.size_bytes, now_ms - purpose.asked_ms
+                self._meter.fetched(purpose.holder, size_bytes, elapsed_ms)
                 self._received[job] = _Received(
                     buffer=buffer,
                     header=item.header,

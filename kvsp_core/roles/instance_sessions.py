@@ -32,12 +32,13 @@ from kvsp_core.problems import (
     UNAVAILABLE,
     Problem,
 )
-from kvsp_core.records import Sampler, SessionCheckpoint
+from kvsp_core.records import SessionCheckpoint
 from kvsp_core.resources import RecordCheckpoint
 from kvsp_core.roles import engine, instance_imports
 from kvsp_core.roles.instance_copies import Copies
 from kvsp_core.roles.instance_imports import Imports
 from kvsp_core.roles.instance_loads import Loads
+from kvsp_core.roles.instance_meter import Meter
 from kvsp_core.roles.local_blocks import LocalBlocks
 from kvsp_core.roles.role import (
     AnswerReceived,
@@ -48,6 +49,7 @@ from kvsp_core.roles.role import (
     Respond,
     Send,
 )
+from kvsp_core.roles.served_session import ServedSession
 from kvsp_core.roles.serving import done, refuse
 from kvsp_core.roles.work import Work
 
@@ -61,41 +63,6 @@ class CheckpointFor:
 
     session: str = attrs.field(repr=False)
     run: int
-
-
-@attrs.define(kw_only=True)
-class _Session:
-    name: str
-    state: resume.State = attrs.field(factory=resume.Absent)
-    run: int = 0
-    compat_id: str = ""
-    scope_id: str = ""
-    sampler: Sampler | None = None
-    prompt: tuple[int, ...] | None = None
-    prompt_keys: tuple[str, ...] = ()
-    prompt_tail: tuple[int, ...] = ()
-    request_ref: str | None = None
-    gate: output.OutputGate | None = None
-    chain: BlockKeyChain | None = None
-    """Over all tokens with a position so far; None where the session has not begun to run."""
-    keys: list[str] = attrs.field(factory=list)
-    """Of the complete blocks, prompt and output."""
-    tokens: tuple[int, ...] = ()
-    """What the sequence is started with."""
-    known_from: int = 0
-    sequence: int | None = None
-    started: bool = False
-    leaving: bool = False
-    """Whether it leaves the engine as soon as its blocks have."""
-    awaits: str | None = None
-    """The prefetch directive whose end it waits for."""
-    stream: int | None = None
-    waiting: list[tuple[int, int]] = attrs.field(factory=list)
-    """Requests for output that wait until it is known whether the prompt is needed: (request, from_index)."""
-    counted: bool = False
-    """Whether the lifecycle counts it."""
-    forget_at_ms: int | None = None
-    due_ms: int | None = None
 
 
 class Sessions:
@@ -112,6 +79,7 @@ class Sessions:
         loads: Loads,
         prefetches: Loads,
         copies: Copies,
+        meter: Meter,
         *,
         controller_uri: str,
         models: Mapping[str, CompatibilityDescriptor],
@@ -130,6 +98,7 @@ class Sessions:
         self._loads = loads
         self._prefetches = prefetches
         self._copies = copies
+        self._meter = meter
         self._imports = Imports(work, blocks, copies)
         self._controller_uri = controller_uri
         self._models = models
@@ -142,7 +111,7 @@ class Sessions:
         self._resume_load_ms = resume_load_ms
         self._kept_ms = kept_ms
         self._max_sessions = max_sessions
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: dict[str, ServedSession] = {}
         self._sequences: dict[int, str] = {}
         self._streams: dict[int, str] = {}
         self._loading: dict[str, tuple[str, int]] = {}  # directive -> session, epoch
@@ -168,7 +137,7 @@ class Sessions:
     def resume_session(self, request_id: int, name: str, body: ResumeRequest, now_ms: int) -> None:
         """Serve POST sessions/{session}/resume."""
         checkpoint = body.checkpoint
-        session = self._sessions.get(name) or _Session(name=name)
+        session = self._sessions.get(name) or ServedSession(name=name)
         refusal = self._refusal(checkpoint.compat_id, checkpoint.scope_id, session, now_ms)
         event = resume.ResumeReceived(epoch=body.epoch, checkpoint=checkpoint, refusal=refusal)
         self._advance(session, event, now_ms, request_id=request_id)
@@ -189,7 +158,7 @@ class Sessions:
             if body.sampler is None:
                 self._work.emit(refuse(request_id, Problem(NOT_FOUND, "the session is not served here")))
                 return
-            session = session or _Session(name=name)
+            session = session or ServedSession(name=name)
         if body.sampler is not None and body.epoch > getattr(session.state, "epoch", 0):
             assert body.compat_id is not None
             assert body.scope_id is not None
@@ -208,16 +177,16 @@ class Sessions:
                 return
         self._attach(session, request_id, body, now_ms)
 
-    def _renewed(self, session: _Session) -> _Session:
+    def _renewed(self, session: ServedSession) -> ServedSession:
         """Forget what a former epoch left of a session that is over here."""
         if isinstance(session.state, resume.Ended):
-            fresh = _Session(name=session.name, state=session.state, run=session.run + 1)
+            fresh = ServedSession(name=session.name, state=session.state, run=session.run + 1)
             fresh.counted = session.counted
             self._sessions[session.name] = fresh
             return fresh
         return session
 
-    def _refusal(self, compat_id: str, scope_id: str, session: _Session, now_ms: int) -> Problem | None:
+    def _refusal(self, compat_id: str, scope_id: str, session: ServedSession, now_ms: int) -> Problem | None:
         """Return why a session cannot begin here; where it can, the lifecycle counts it from now on."""
         if compat_id not in self._models:
             return Problem(INCOMPATIBLE, "compat_id: this instance computes another model")
@@ -231,7 +200,7 @@ class Sessions:
         session.counted = problem is None
         return problem
 
-    def _attach(self, session: _Session, request_id: int, body: OutputRequest, now_ms: int) -> None:
+    def _attach(self, session: ServedSession, request_id: int, body: OutputRequest, now_ms: int) -> None:
         state = session.state
         if isinstance(state, resume.Absent) or body.epoch != state.epoch:
             problem = Problem(
@@ -252,21 +221,23 @@ class Sessions:
             return
         self._begin_stream(session, request_id, body.from_index, now_ms)
 
-    def _begin_stream(self, session: _Session, request_id: int, from_index: int, now_ms: int) -> None:
+    def _begin_stream(self, session: ServedSession, request_id: int, from_index: int, now_ms: int) -> None:
         self._end_stream(session)
         session.stream = request_id
         self._streams[request_id] = session.name
         self._work.emit(Respond(request_id, lines_response(), streaming=True))
         self._through_gate(session, output.Attached(from_index), now_ms)
 
-    def _end_stream(self, session: _Session) -> None:
+    def _end_stream(self, session: ServedSession) -> None:
         """Cut a stream without its end line."""
         if session.stream is not None:
             self._work.emit(Send(session.stream, b"", end=True))
             self._streams.pop(session.stream, None)
             session.stream = None
 
-    def _prompt_came(self, session: _Session, request_id: int, prompt: tuple[int, ...], now_ms: int) -> None:
+    def _prompt_came(
+        self, session: ServedSession, request_id: int, prompt: tuple[int, ...], now_ms: int
+    ) -> None:
         state = session.state
         assert isinstance(state, resume.Loading | resume.NeedsPrompt)
         chain = self._chain(state.checkpoint.compat_id, state.checkpoint.scope_id)
@@ -276,7 +247,7 @@ class Sessions:
             session.prompt = prompt
         self._advance(session, resume.PromptReceived(state.epoch, matches), now_ms, request_id=request_id)
 
-    def _ask_prompt(self, session: _Session) -> None:
+    def _ask_prompt(self, session: ServedSession) -> None:
         problem = Problem(
             PRECONDITION_REQUIRED, "prompt: blocks of it are gone; send the prompt tokens again"
         )
@@ -287,7 +258,7 @@ class Sessions:
     # The session's own machine
 
     def _advance(
-        self, session: _Session, event: resume.Event, now_ms: int, *, request_id: int | None = None
+        self, session: ServedSession, event: resume.Event, now_ms: int, *, request_id: int | None = None
     ) -> bool:
         """Let something happen to a session; return whether a request that led to it was accepted."""
         compat_id = (
@@ -330,7 +301,7 @@ class Sessions:
         start = None if parent is None else bytes.fromhex(parent)
         return BlockKeyChain(self._scopes[scope_id], self._models[compat_id], parent=start)
 
-    def _load(self, session: _Session, epoch: int, checkpoint: SessionCheckpoint, now_ms: int) -> None:
+    def _load(self, session: ServedSession, epoch: int, checkpoint: SessionCheckpoint, now_ms: int) -> None:
         """Load the blocks of a checkpoint, from whoever has them."""
         session.run += 1
         session.compat_id, session.scope_id = checkpoint.compat_id, checkpoint.scope_id
@@ -378,16 +349,16 @@ class Sessions:
                 session.awaits = None
                 self._enqueue(session, now_ms)
 
-    def _name_of(self, session: _Session, index: int) -> BlockName:
+    def _name_of(self, session: ServedSession, index: int) -> BlockName:
         return BlockName(session.compat_id, session.scope_id, session.keys[index])
 
-    def _leading_held(self, session: _Session) -> int:
+    def _leading_held(self, session: ServedSession) -> int:
         held = (self._blocks.tier_of(self._name_of(session, index)) for index in range(len(session.keys)))
         return next((index for index, tier in enumerate(held) if tier is None), len(session.keys))
 
     # Into the engine
 
-    def _start(self, session: _Session, checkpoint: SessionCheckpoint | None, now_ms: int) -> None:
+    def _start(self, session: ServedSession, checkpoint: SessionCheckpoint | None, now_ms: int) -> None:
         """Start gate and engine. Of a resumed session whose prompt blocks are all here, the prompt is not
         known."""
         model = self._models[session.compat_id]
@@ -427,7 +398,7 @@ class Sessions:
         else:
             self._enqueue(session, now_ms)
 
-    def _enqueue(self, session: _Session, now_ms: int) -> None:
+    def _enqueue(self, session: ServedSession, now_ms: int) -> None:
         self._queue.append((session.name, session.run))
         self._admit(now_ms)
 
@@ -456,7 +427,7 @@ class Sessions:
             if session is not None and session.run == run:
                 self._start_sequence(session, count, now_ms)
 
-    def _start_sequence(self, session: _Session, blocks: int, now_ms: int) -> None:
+    def _start_sequence(self, session: ServedSession, blocks: int, now_ms: int) -> None:
         model, gate = self._models[session.compat_id], session.gate
         assert session.sequence is not None
         assert session.sampler is not None
@@ -467,6 +438,7 @@ class Sessions:
             self._give_up(session, now_ms)
             return
         session.started = True
+        self._meter.started(session.sequence, len(session.tokens) - cached, now_ms)
         self._work.observe("kvsp_cached_tokens", cached)
         self._work.observe("kvsp_recomputed_tokens", len(session.tokens) - cached)
         self._work.emit(
@@ -511,8 +483,10 @@ class Sessions:
         match event:
             case engine.Prefilled():
                 self._work.observe("kvsp_instance_prefills")
+                self._meter.prefilled(event.sequence, now_ms)
             case engine.TokensDecoded(_, first_index, tokens):
                 assert session.chain is not None
+                self._meter.decoded(len(tokens))
                 session.keys += [key.hex() for key in session.chain.feed(tokens)]
                 self._through_gate(session, output.Decoded(first_index, tokens), now_ms)
             case engine.BlockComputed(sequence, index):
@@ -525,7 +499,7 @@ class Sessions:
 
     # The gate
 
-    def _through_gate(self, session: _Session, event: output.Event, now_ms: int) -> None:
+    def _through_gate(self, session: ServedSession, event: output.Event, now_ms: int) -> None:
         gate = session.gate
         if gate is None:
             return
@@ -560,7 +534,7 @@ class Sessions:
             self._finish(session, now_ms)
         self._schedule(session)
 
-    def _send_checkpoint(self, session: _Session, gate: output.OutputGate, offset: int) -> None:
+    def _send_checkpoint(self, session: ServedSession, gate: output.OutputGate, offset: int) -> None:
         assert session.sampler is not None
         checkpoint = SessionCheckpoint(
             session=session.name,
@@ -583,7 +557,7 @@ class Sessions:
 
     # Ends
 
-    def _finish(self, session: _Session, now_ms: int) -> None:
+    def _finish(self, session: ServedSession, now_ms: int) -> None:
         """The output is whole: free the engine, and keep the output for a while, for who asks again."""
         state = session.state
         assert isinstance(state, resume.Serving)
@@ -595,14 +569,14 @@ class Sessions:
         session.forget_at_ms = now_ms + self._kept_ms
         self._advance(session, resume.SessionEnded(state.epoch), now_ms)
 
-    def _give_up(self, session: _Session, now_ms: int) -> None:
+    def _give_up(self, session: ServedSession, now_ms: int) -> None:
         """The session is served elsewhere, or not at all: stop without a word."""
         state = session.state
         self._abort(session, now_ms)
         if not isinstance(state, resume.Absent):
             self._advance(session, resume.SessionEnded(state.epoch), now_ms)
 
-    def _abort(self, session: _Session, now_ms: int) -> None:
+    def _abort(self, session: ServedSession, now_ms: int) -> None:
         """Stop everything that is done for a session in its present epoch."""
         self._copies.abandon(session.name, session.run)
         self._imports.abandon((session.name, session.run))
@@ -621,15 +595,16 @@ class Sessions:
         if session is not None and session.leaving and not self._copies.busy(name, session.run):
             self._leave_engine(session, now_ms)
 
-    def _leave_engine(self, session: _Session, now_ms: int) -> None:
+    def _leave_engine(self, session: ServedSession, now_ms: int) -> None:
         session.leaving = False
         if session.sequence is not None:
             self._work.emit(engine.Abort(session.sequence))
+            self._meter.left(session.sequence)
             del self._sequences[session.sequence]
             session.sequence, session.started = None, False
             self._admit(now_ms)
 
-    def _close(self, session: _Session, now_ms: int) -> None:
+    def _close(self, session: ServedSession, now_ms: int) -> None:
         if session.counted:
             session.counted = False
             self._close_session(now_ms)
@@ -659,7 +634,7 @@ class Sessions:
             session.stream = None
             self._through_gate(session, output.Detached(), now_ms)
 
-    def _schedule(self, session: _Session) -> None:
+    def _schedule(self, session: ServedSession) -> None:
         """Note when something happens to a session by itself."""
         dues = [
             resume.next_deadline_ms(session.state),
