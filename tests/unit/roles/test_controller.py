@@ -470,6 +470,7 @@ def test_a_block_of_which_the_instance_holds_some_layers_is_loaded_from_the_othe
     assert [(block.block_key, block.sources) for block in directive.blocks] == [(KEYS[0], (H,))]
 
 
+@pytest.mark.requirement("OP-4")
 def test_without_an_index_everything_is_computed() -> None:
     talk = Talk(placement={"index_uris": ()})
     talk.report(A)
@@ -551,6 +552,7 @@ def test_of_two_scopes_the_longer_prefix_counts(talk: Talk) -> None:
     assert directive.scope_id == shared
 
 
+@pytest.mark.requirement("OP-4")
 def test_an_index_that_cannot_be_reached_makes_a_placement_worse_and_not_impossible() -> None:
     talk = Talk(placement={"index_uris": ("https://is1.example/", "https://is2.example/")})
     talk.report(A)
