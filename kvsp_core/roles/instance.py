@@ -15,7 +15,7 @@ W14, W15, W18 to W22, W31, W32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import attrs
 
@@ -45,7 +45,7 @@ from kvsp_core.resources import (
     resource_of,
 )
 from kvsp_core.roles import engine, instance_copies, instance_loads, instance_sessions, instance_shards
-from kvsp_core.roles.authorization import Policy, authorize
+from kvsp_core.roles.authorization import Permission, Policy, authorize
 from kvsp_core.roles.instance_copies import Copies
 from kvsp_core.roles.instance_loads import Loads
 from kvsp_core.roles.instance_meter import Meter
@@ -176,6 +176,7 @@ class Instance:
             controller_uri=settings.controller_uri,
             models=models,
             scopes=scopes,
+            shared_scopes=self._shared_scopes,
             open_session=self._open_session,
             close_session=self._close_session,
             random_bytes=random_bytes,
@@ -209,6 +210,12 @@ class Instance:
             fetch_timeout_ms=self.settings.fetch_timeout_ms,
             trusted=lambda records: self.policy.trusted(records),
         )
+
+    def _shared_scopes(self, client: str) -> Iterable[str]:
+        """Return the shared scopes that a client may read and whose key is here (decision W24)."""
+        for scope_id in self._scopes:
+            if self.policy.scope(scope_id).shared and self.policy.may(client, Permission.READ, scope_id):
+                yield scope_id
 
     def _allow(self, client: str, operation: Operation) -> Problem | None:
         return authorize(self.policy, client, operation)
@@ -344,7 +351,7 @@ class Instance:
                 self._sessions.resume_session(request_id, session, body, now_ms)
             case StreamOutput(session):
                 assert isinstance(body, OutputRequest)
-                self._sessions.stream_output(request_id, session, body, now_ms)
+                self._sessions.stream_output(request_id, asked.client, session, body, now_ms)
             case ReshardGroup():
                 self._shards.reshard(request_id, _reshard_message(body), now_ms)
             case Attend(map_id):

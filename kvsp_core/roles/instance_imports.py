@@ -49,6 +49,7 @@ Purpose: TypeAlias = _ReadFor | _ImportFor
 class _Import:
     sequence: int
     names: tuple[BlockName, ...] = attrs.field(repr=False)
+    copy_as: tuple[BlockName, ...] = attrs.field(repr=False)
     wanted: int
     """How many leading blocks are to go in; less once one has failed."""
     next_read: int = 0
@@ -68,11 +69,15 @@ class Imports:
         self._imports: dict[Run, _Import] = {}
         self._done: list[tuple[Run, int]] = []
 
-    def begin(self, run: Run, sequence: int, names: tuple[BlockName, ...]) -> None:
-        """Bring these blocks, the first ones of a sequence, into the engine."""
+    def begin(
+        self, run: Run, sequence: int, names: tuple[BlockName, ...], copy_as: tuple[BlockName, ...]
+    ) -> None:
+        """Bring these blocks, the first ones of a sequence, into the engine, and copy them under the names
+        that the session has for them: what comes from a shared scope has two (decision W24).
+        """
         for name in names:
             self._blocks.keep(name)
-        self._imports[run] = _Import(sequence, names, len(names))
+        self._imports[run] = _Import(sequence, names, copy_as, len(names))
         self._pump(run)
 
     def abandon(self, run: Run) -> None:
@@ -132,7 +137,8 @@ class Imports:
                 self._work.emit(*self._blocks.lost(name, now_ms))
         else:
             each.imported += not failed
-            if failed or not self._copies.copy(*purpose.run, name, purpose.buffer, purpose.size_bytes):
+            copy_as = each.copy_as[purpose.index]
+            if failed or not self._copies.copy(*purpose.run, copy_as, purpose.buffer, purpose.size_bytes):
                 self._work.free(purpose.buffer)
         if failed:
             each.wanted = min(each.wanted, purpose.index)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import attrs
 
@@ -68,8 +68,9 @@ class CheckpointFor:
 class Sessions:
     """All sessions of an instance.
 
-    `open_session` asks the lifecycle whether one may begin, and `close_session` tells it that one has ended.
-    `models` and `scopes` are what the instance computes and the scopes whose key it holds.
+    `shared_scopes` gives the shared scopes that a client may read and whose key is here. `open_session` asks
+    the lifecycle whether one may begin, and `close_session` tells it that one has ended. `models` and
+    `scopes` are what the instance computes and the scopes whose key it holds.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Sessions:
         controller_uri: str,
         models: Mapping[str, CompatibilityDescriptor],
         scopes: Mapping[str, Scope],
+        shared_scopes: Callable[[str], Iterable[str]],
         open_session: Callable[[int], Problem | None],
         close_session: Callable[[int], None],
         random_bytes: Callable[[int], bytes],
@@ -103,6 +105,7 @@ class Sessions:
         self._controller_uri = controller_uri
         self._models = models
         self._scopes = scopes
+        self._shared = shared_scopes
         self._open_session = open_session
         self._close_session = close_session
         self._random_bytes = random_bytes
@@ -151,7 +154,9 @@ class Sessions:
             return session.state.checkpoint.scope_id
         return session.scope_id or None
 
-    def stream_output(self, request_id: int, name: str, body: OutputRequest, now_ms: int) -> None:
+    def stream_output(
+        self, request_id: int, client: str, name: str, body: OutputRequest, now_ms: int
+    ) -> None:
         """Serve POST ext/sessions/{session}/output: begin a session, or take its output up again."""
         session = self._sessions.get(name)
         if session is None or isinstance(session.state, resume.Absent):
@@ -167,6 +172,7 @@ class Sessions:
             if refusal is None:
                 session = self._renewed(session)
                 session.compat_id, session.scope_id = body.compat_id, body.scope_id
+                session.shared_scopes = self._shared_scopes(client, body.scope_id)
                 session.sampler, session.prompt, session.request_ref = (
                     body.sampler,
                     body.prompt,
@@ -176,6 +182,9 @@ class Sessions:
             if not self._advance(session, event, now_ms, request_id=request_id):
                 return
         self._attach(session, request_id, body, now_ms)
+
+    def _shared_scopes(self, client: str, scope_id: str) -> tuple[str, ...]:
+        return tuple(each for each in self._shared(client) if each != scope_id)
 
     def _renewed(self, session: ServedSession) -> ServedSession:
         """Forget what a former epoch left of a session that is over here."""
@@ -352,9 +361,19 @@ class Sessions:
     def _name_of(self, session: ServedSession, index: int) -> BlockName:
         return BlockName(session.compat_id, session.scope_id, session.keys[index])
 
+    def _held(self, session: ServedSession, index: int) -> BlockName | None:
+        """Return the name under which a block is held here: in the session's scope, or in a shared one."""
+        names = [self._name_of(session, index)]
+        names += [
+            BlockName(session.compat_id, scope_id, keys[index])
+            for scope_id, keys in session.shared_keys.items()
+            if index < len(keys)
+        ]
+        return next((name for name in names if self._blocks.tier_of(name) is not None), None)
+
     def _leading_held(self, session: ServedSession) -> int:
-        held = (self._blocks.tier_of(self._name_of(session, index)) for index in range(len(session.keys)))
-        return next((index for index, tier in enumerate(held) if tier is None), len(session.keys))
+        held = (self._held(session, index) for index in range(len(session.keys)))
+        return next((index for index, name in enumerate(held) if name is None), len(session.keys))
 
     # Into the engine
 
@@ -370,6 +389,9 @@ class Sessions:
             session.keys = [key.hex() for key in session.chain.feed(session.prompt)]
             session.prompt_keys, session.prompt_tail = tuple(session.keys), session.chain.tail
             session.tokens, session.known_from = session.prompt, 0
+            for scope_id in session.shared_scopes:
+                keys = self._chain(session.compat_id, scope_id).feed(session.prompt)
+                session.shared_keys[scope_id] = [key.hex() for key in keys]
         else:
             generated = checkpoint.generated
             session.prompt_keys, session.prompt_tail = checkpoint.prompt_blocks, checkpoint.prompt_tail
@@ -414,8 +436,9 @@ class Sessions:
             self._sequences[session.sequence] = name
             most = (len(session.tokens) - 1) // self._models[session.compat_id].block_tokens
             count = min(self._leading_held(session), most)
-            names = tuple(self._name_of(session, index) for index in range(count))
-            self._imports.begin((name, run), session.sequence, names)
+            copy_as = tuple(self._name_of(session, index) for index in range(count))
+            names = tuple(self._held(session, index) or own for index, own in enumerate(copy_as))
+            self._imports.begin((name, run), session.sequence, names, copy_as)
             if session.request_ref is not None:
                 self._prefetches.handle(prefetch.RequestArrived(session.request_ref), now_ms)
         self._start_imported(now_ms)

@@ -30,6 +30,10 @@ class ServedSession:
     """Over all tokens with a position so far; None where the session has not begun to run."""
     keys: list[str] = attrs.field(factory=list)
     """Of the complete blocks, prompt and output."""
+    shared_scopes: tuple[str, ...] = ()
+    """Shared scopes that its front end may read: blocks of the prompt may come from there (decision W24)."""
+    shared_keys: dict[str, list[str]] = attrs.field(factory=dict)
+    """Shared scope -> the keys that the blocks of the prompt have in it."""
     tokens: tuple[int, ...] = ()
     """What the sequence is started with."""
     known_from: int = 0

@@ -73,6 +73,7 @@ MODEL = CompatibilityDescriptor.from_members(
     }
 )
 SCOPE = Scope(bytes(range(32)))
+SHARED = Scope(bytes(range(1, 33)))
 SESSION = "6f1d0a9e-2c55-4d7e-9a0e-5b7f2f9f6a11"
 HEADER = ContainerHeader.for_layers(MODEL)
 POLICY = Policy(
@@ -83,7 +84,10 @@ POLICY = Policy(
         HOLDER: [RoleName.HOLDER],
         CACHE: [RoleName.HOLDER],
     },
-    {SCOPE.scope_id: ScopeRules(read=[FE, ME], write=[ME], publish=[ME, HOLDER, CACHE], withdraw=[ME])},
+    {
+        SCOPE.scope_id: ScopeRules(read=[FE, ME], write=[ME], publish=[ME, HOLDER, CACHE], withdraw=[ME]),
+        SHARED.scope_id: ScopeRules(read=[FE, ME], publish=[ME], shared=True),
+    },
 )
 T = TypeVar("T")
 
@@ -190,7 +194,7 @@ class World:
         self.role = Instance(
             InstanceSettings(base_uri=ME, controller_uri=PC, index_uri=IS, epoch=7, **settings),
             models={MODEL.compat_id: MODEL},
-            scopes={SCOPE.scope_id: SCOPE},
+            scopes={SCOPE.scope_id: SCOPE, SHARED.scope_id: SHARED},
             blocks=self.beside,
             numbers=Numbers(),
             policy=POLICY,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvsp_core.block_keys import block_keys
 from kvsp_core.bodies import decode
 from kvsp_core.ext_messages import AttendRequest, OutputEnd, OutputRequest
 from kvsp_core.messages import (
@@ -43,7 +44,7 @@ from kvsp_core.resources import (
     StreamOutput,
 )
 from kvsp_core.roles import engine
-from kvsp_core.roles.role import JobDone, OutputReady, ReadBlock, RequestEnded
+from kvsp_core.roles.role import BlockName, JobDone, OutputReady, ReadBlock, ReceiveBody, RequestEnded
 from tests.unit.roles.instance_world import (
     CACHE,
     FE,
@@ -54,6 +55,7 @@ from tests.unit.roles.instance_world import (
     PC,
     SCOPE,
     SESSION,
+    SHARED,
     B,
     World,
     digests_of,
@@ -201,6 +203,18 @@ def test_what_is_held_already_goes_into_the_engine_in_order() -> None:
     assert [each.index for each in world.of(engine.ImportBlock)] == [0, 1]
     assert world.of(engine.StartSequence)[0].cached_tokens == 8
     assert world.beside.kept == {}
+
+
+@pytest.mark.requirement("SK-4")
+def test_a_public_prefix_comes_from_a_shared_scope_and_is_copied_under_the_sessions_own_keys() -> None:
+    world = World(copy_holder=CACHE)
+    shared = [key.hex() for key in block_keys(SHARED, MODEL, PROMPT)[0]]
+    world.beside.tiers[BlockName(MODEL.compat_id, SHARED.scope_id, shared[0])] = "host"
+    world.begin(PROMPT)
+    world.run_jobs()
+    assert world.of(engine.StartSequence)[0].cached_tokens == B
+    ((_, put),) = world.calls(StoreBlock)
+    assert put.operation == StoreBlock(MODEL.compat_id, SCOPE.scope_id, KEYS[0])
 
 
 def test_the_last_token_is_always_computed() -> None:
@@ -396,6 +410,7 @@ def test_directives_come_from_the_controller_only() -> None:
     ):
         request, _ = world.ask(FE, operation, body)
         assert world.status_of(request) == 403
+    assert world.of(ReceiveBody) == []
 
 
 @pytest.mark.requirement("PF-4")
@@ -586,6 +601,15 @@ def test_what_cannot_be_fetched_in_time_is_a_refusal() -> None:
     assert world.status_of(request) == 409
     late, _ = world.ask(PC, ReshardGroup(), ReshardAbort(map="m", abort=5))
     assert world.status_of(late) == 200
+
+
+@pytest.mark.requirement("RS-3")
+def test_what_nobody_has_is_a_refusal_at_once() -> None:
+    world = World()
+    request, _ = world.ask(PC, ReshardGroup(), plan(4, 5, fetch=(FetchRange(tokens=(0, 8), from_=HOLDER),)))
+    world.answer_lookups(KEYS[0])
+    world.load(KEYS[0])
+    assert world.status_of(request) == 409
 
 
 def test_an_assigned_range_is_loaded_from_whoever_has_it_after_the_commit() -> None:
