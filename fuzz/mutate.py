@@ -182,7 +182,7 @@ def _run(chosen: list[Mutation], trees: queue.Queue[Path], jobs: int) -> int:
     with ThreadPoolExecutor(jobs) as pool:
         verdicts = list(pool.map(attempt, chosen))
     for mutation, why in zip(chosen, verdicts, strict=True):
-        print(f"{'seen' if why is None else 'MISSED':<8}{mutation.name:<14}{why or mutation.test}")
+        print(f"{'seen' if why is None else 'MISSED':<8}{mutation.name:<16}{why or mutation.test}")
     missed = sum(why is not None for why in verdicts)
     print(f"{len(chosen) - missed} seen, {missed} missed")
     return 1 if missed else 0

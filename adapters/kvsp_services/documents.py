@@ -19,10 +19,16 @@ __all__ = ["DocumentError", "read_toml"]
 Document = TypeVar("Document", bound=msgspec.Struct)
 
 _MAX_DOCUMENT_BYTES = 1 << 20
+_MAX_SAID = 600
 
 
 class DocumentError(KVSPError):
-    """A file does not say what it should; the text names file, key and what is allowed."""
+    """A file does not say what it should; the text, one line, names file, key and what is allowed."""
+
+    def __init__(self, text: str) -> None:
+        # A key may hold anything that a TOML string can.
+        printable = "".join(c if c.isprintable() else " " for c in text)
+        super().__init__(printable[:_MAX_SAID])
 
 
 _PATH_SUFFIXES = ("_file", "_files", "_dir", "directory")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -62,7 +63,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     made.kill()
 
 
-def until(check: Callable[[], bool], seconds: float = 20) -> bool:
+def until(check: Callable[[], bool], seconds: float = 60) -> bool:
     deadline = time.monotonic() + seconds
     while not check():
         if time.monotonic() > deadline:
@@ -138,6 +139,22 @@ def test_an_orderly_stop_withdraws_and_keeps_what_is_on_disk(cluster: Cluster, s
     cluster.start()
     assert until(lambda: shell.matched() == 1)
     assert shell.get(0)[0] == 0
+
+
+@pytest.mark.requirement("OP-4")
+def test_a_holder_is_added_to_a_running_index_by_its_policy_alone(cluster: Cluster, shell: Shell) -> None:
+    policy = cluster.directory / "policy.toml"
+    complete = policy.read_text()
+    publisher = f'publish = ["{cluster.uris["holder"]}"]'
+    policy.write_text(complete.replace(publisher, ""))
+    assert cluster.process is not None
+    cluster.process.send_signal(signal.SIGHUP)
+    assert until(lambda: cluster.log.count('"event": "reloaded"') == 1)
+    assert shell.put(0)[0] == 0
+    assert shell.matched() == 0, "it holds the block, and may not say so yet"
+    policy.write_text(complete)
+    cluster.process.send_signal(signal.SIGHUP)
+    assert until(lambda: shell.matched() == 1)
 
 
 @pytest.mark.requirement("PB-3", "SE-4")

@@ -56,6 +56,7 @@ def test_a_good_document_is_typed(tmp_path: Path) -> None:
         ),
         ("port = 1\n[main]\n", "main: missing: name"),
         ('port = 1\n[scopes.a]\nnane = "host"', "scopes.a.nane: unknown; did you mean name?"),
+        ('"a\\nb" = 1', "a b: unknown"),
         ("port = 1\ntiers = 3", "tiers: expected array, found int"),
     ],
 )
