@@ -365,7 +365,8 @@ class FrontEnd:
         """Ask the controller who owns the session; later, where asking led nowhere before."""
         self._work.cancel(generation.call or 0)
         generation.stage, generation.call = _Stage.ASKING, None
-        if generation.failures:
+        generation.failures += 1
+        if generation.failures > 1:
             self._retry(number, generation, now_ms)
         else:
             self._call(number, generation, self._controller, GetSession(generation.session))
@@ -519,7 +520,6 @@ class FrontEnd:
     def _cut(self, number: int, generation: _Generation, now_ms: int) -> None:
         """A stream is over without its end, or did not begin: the assembly says from where to go on."""
         self._take(number, generation, out.StreamCut(), now_ms)
-        generation.failures += 1
 
     # Trying again
 

@@ -334,6 +334,17 @@ def test_an_instance_that_takes_every_stream_and_cuts_it_is_not_asked_in_a_hot_l
     assert client.now_ms > 1000 + 1600
 
 
+def test_an_instance_that_streams_errors_is_not_asked_in_a_hot_loop() -> None:
+    client = streaming()
+    for _ in range(6):
+        client.end(0, epoch=9, reason="error")
+        if client.front_end.next_deadline_ms() is not None:
+            client.wait()
+        client.answer(info())
+        client.started()
+    assert client.now_ms > 1000 + 1600
+
+
 def test_the_prompt_goes_with_a_session_that_may_not_have_begun() -> None:
     client = streaming()
     client.put(StreamEnded(client.call.call_id))
