@@ -137,7 +137,7 @@ class Instance:
         self._models = models
         self._scopes = scopes
         self._blocks = blocks
-        self.policy = policy
+        self._policy = policy
         self._work = Work(numbers)
         self._desk = Desk([RoleName.INSTANCE, RoleName.HOLDER], self._allow)
         self._router = Router([RoleName.INSTANCE, RoleName.HOLDER])
@@ -219,6 +219,15 @@ class Instance:
 
     def _allow(self, client: str, operation: Operation) -> Problem | None:
         return authorize(self.policy, client, operation)
+
+    @property
+    def policy(self) -> Policy:
+        """Who may ask for what; a new one holds at once, for the holder beside too."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        self._policy = self._blocks.policy = policy
 
     # The loop
 

@@ -13,6 +13,7 @@ from typing import Protocol, TypeAlias
 import attrs
 
 from kvsp_core.container_header import ContainerHeader
+from kvsp_core.roles.authorization import Policy
 from kvsp_core.roles.role import BlockName, Effect, Input
 
 __all__ = ["BlockAdded", "BlockGone", "BlockNotAdded", "LocalBlocks", "News"]
@@ -47,6 +48,9 @@ News: TypeAlias = BlockAdded | BlockNotAdded | BlockGone
 
 class LocalBlocks(Protocol):
     """The holder role, as the instance beside it sees it."""
+
+    policy: Policy
+    """Who may ask for what; it is the instance's."""
 
     def start(self, now_ms: int) -> tuple[Effect, ...]:
         """Begin, as any role."""

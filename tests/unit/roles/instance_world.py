@@ -120,6 +120,7 @@ class Beside:
     """The holder beside the instance: it keeps names only."""
 
     def __init__(self) -> None:
+        self.policy = POLICY
         self.tiers: dict[BlockName, str] = {}
         self.kept: dict[BlockName, int] = {}
         self.news: list[News] = []

@@ -44,6 +44,7 @@ from kvsp_core.resources import (
     StreamOutput,
 )
 from kvsp_core.roles import engine
+from kvsp_core.roles.authorization import Policy
 from kvsp_core.roles.role import BlockName, JobDone, OutputReady, ReadBlock, ReceiveBody, RequestEnded
 from tests.unit.roles.instance_world import (
     CACHE,
@@ -631,6 +632,16 @@ def test_plans_for_another_model_are_refused() -> None:
 
 
 # The holder beside
+
+
+@pytest.mark.requirement("SE-1")
+def test_a_new_policy_holds_at_once_for_the_holder_too() -> None:
+    world = World()
+    nobody = Policy({})
+    world.role.policy = nobody
+    assert world.beside.policy is nobody
+    request, _ = world.ask(PC, PrefetchBlocks(), directive(*KEYS))
+    assert world.status_of(request) == 403
 
 
 def test_requests_for_blocks_are_the_holders() -> None:
