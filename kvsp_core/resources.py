@@ -33,7 +33,7 @@ from kvsp_core.ext_messages import (
 )
 from kvsp_core.heads import LINES_MEDIA_TYPE, Request, Response, media_type
 from kvsp_core.identity import CompatibilityDescriptor
-from kvsp_core.limits import MAX_CONTAINER_BYTES, MAX_DESCRIPTOR_BYTES
+from kvsp_core.limits import MAX_CONTAINER_BYTES, MAX_DESCRIPTOR_BYTES, MAX_LOOKUP_ANSWER_BYTES
 from kvsp_core.messages import (
     CheckpointRecorded,
     DirectiveStatus,
@@ -389,7 +389,8 @@ _QUERY: Final = ("layers", "codec")
 
 # fmt: off
 RESOURCES: Final[tuple[Resource, ...]] = (
-    Resource(_IS, "POST", "lookup", Lookup, LookupRequest, 4 * _MIB, LookupAnswer, 256 * _MIB),
+    Resource(_IS, "POST", "lookup", Lookup, LookupRequest, 4 * _MIB,
+             LookupAnswer, 2 * MAX_LOOKUP_ANSWER_BYTES),
     Resource(_IS, "PUT", _REPLICA, PublishReplica, ReplicaRecord, 512 * _KIB, PublishAnswer),
     Resource(_IS, "DELETE", _REPLICA, WithdrawReplica, Withdrawal, 16 * _KIB, body_required=False),
     Resource(_HOLDER, "GET", _BLOCK, GetBlock, query=_QUERY,
