@@ -90,12 +90,15 @@ class Connection:
         self._exchanges: dict[int, Exchange] = {}
         self._over: OrderedDict[int, bool] = OrderedDict()
         """The last streams that are over, and whether by a reset: late frames are then expected."""
+        self._lingering: OrderedDict[int, int] = OrderedDict()
+        """Streams that were answered early, and when they are to be cut off."""
         self._ready: deque[Exchange] = deque()
         self._starved: list[Exchange] = []
         """Exchanges with output that wait for the window of the connection."""
         self._window = limits.connection_window_bytes
         self._credit = 0
         self._incoming: Exchange | None = None
+        self._incoming_id = 0
         self._frame_ends = False
         self._settled = False
         self._resets = Budget(limits.resets_burst, limits.resets_per_s, now_ms)
@@ -298,10 +301,12 @@ class Connection:
         self._window -= frame_length
         overhead = frame_length - length
         exchange = self._exchanges.get(stream_id)
-        self._incoming, self._frame_ends = exchange, ends
+        self._incoming, self._incoming_id, self._frame_ends = exchange, stream_id, ends
         if exchange is None or exchange.body_ended:
             self._refuse_data(stream_id, exchange)
             self._give_credit(None, overhead)
+            if not length and not ends:
+                self._count_chatter()
             return
         if not exchange.head_received:
             raise Fault(ErrorCodes.PROTOCOL_ERROR, "DATA before the head of its message")
@@ -333,6 +338,8 @@ class Connection:
     def data_ends(self) -> None:
         """End the body where the frame says so."""
         exchange, self._incoming = self._incoming, None
+        if self._frame_ends and exchange is None:
+            self._lingering.pop(self._incoming_id, None)
         if self._frame_ends and exchange is not None and not exchange.gone:
             exchange.state.state_machine.process_input(StreamInputs.RECV_END_STREAM)
             self._end_body(exchange)
@@ -345,8 +352,8 @@ class Connection:
             return
         if self._is_idle(stream_id):
             raise Fault(ErrorCodes.PROTOCOL_ERROR, "DATA on a stream that was never opened")
-        self._count_chatter()
         if not self._over.get(stream_id):
+            self._count_chatter()
             self._control += rst_stream(stream_id, ErrorCodes.STREAM_CLOSED)
 
     def _end_body(self, exchange: Exchange) -> None:
@@ -385,8 +392,10 @@ class Connection:
             last, code = int.from_bytes(octets[9:13], "big"), int.from_bytes(octets[13:17], "big")
             self._receive_goaway(last & HIGHEST_STREAM, code)
             return
-        if kind == RST_STREAM and self._is_idle(stream_id):  # h2 lets that pass
-            raise Fault(ErrorCodes.PROTOCOL_ERROR, "RST_STREAM on a stream that was never opened")
+        if kind == RST_STREAM:
+            self._lingering.pop(stream_id, None)
+            if self._is_idle(stream_id):  # h2 lets that pass
+                raise Fault(ErrorCodes.PROTOCOL_ERROR, "RST_STREAM on a stream that was never opened")
         try:
             events = self._h2.receive_data(frame)
         except ProtocolError as error:
@@ -644,7 +653,7 @@ class Connection:
         for other in (self._look_due_ms, self._head_due_ms, self._goaway_due_ms, self._drain_due_ms):
             if other is not None and other < due:
                 due = other
-        return due
+        return min(due, next(iter(self._lingering.values()))) if self._lingering else due
 
     def handle_timer(self, now_ms: int) -> None:
         """Do what is due. Calling too early changes nothing."""
@@ -658,9 +667,28 @@ class Connection:
         else:
             if self._goaway_due_ms is not None and now_ms >= self._goaway_due_ms:
                 self._stop_accepting()
+            self._cut_off(now_ms)
             self._look_at_exchanges(now_ms)
             self._look_for_life(now_ms)
         self._collect()
+
+    def _linger(self, exchange: Exchange) -> None:
+        """Let a client that still sends take note of its answer: some drop it when they are cut off at
+        once."""
+        exchange.was_reset = True
+        self._lingering[exchange.stream_id] = self._now_ms + self._limits.linger_ms
+        if len(self._lingering) > self._limits.max_streams:
+            oldest, _ = self._lingering.popitem(last=False)
+            self._control += rst_stream(oldest, ErrorCodes.NO_ERROR)
+
+    def _cut_off(self, now_ms: int) -> None:
+        """Reset the streams that have lingered long enough (RFC 9113, 8.1)."""
+        while self._lingering:
+            stream_id, due_ms = next(iter(self._lingering.items()))
+            if now_ms < due_ms:
+                return
+            del self._lingering[stream_id]
+            self._control += rst_stream(stream_id, ErrorCodes.NO_ERROR)
 
     def _look_at_exchanges(self, now_ms: int) -> None:
         """Give up exchanges whose peer has let nothing move since the last look."""

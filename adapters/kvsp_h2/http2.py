@@ -112,8 +112,9 @@ class ServerConnection(Connection):
     def respond(self, stream_id: int, response: Response, body: Buffer = b"", *, end: bool = True) -> bool:
         """Answer a request; where `end` is false, more of the body follows by `send_data`.
 
-        A body that the client is still sending is not waited for: once the answer is out, the client is told
-        to stop. Returns whether there is room for more. Raises `LocalProtocolError` where it was answered.
+        A body that the client is still sending is not waited for: its octets are dropped, and after a while
+        the client is told to stop. Returns whether there is room for more. Raises `LocalProtocolError`
+        where it was answered.
         """
         exchange = self._exchanges.get(stream_id)
         if exchange is None:
@@ -216,9 +217,9 @@ class ServerConnection(Connection):
         self._finish_answer(exchange)
 
     def _finish_answer(self, exchange: Exchange) -> None:
-        """End an exchange that is answered; a client still sending is to stop (RFC 9113, 8.1)."""
+        """End an exchange that is answered, even where its client is still sending."""
         if not exchange.body_ended:
-            self._reset_stream(exchange, ErrorCodes.NO_ERROR)
+            self._linger(exchange)
         self._finish(exchange, complete=True)
 
     def _begin_drain(self) -> None:

@@ -88,6 +88,9 @@ class WireLimits:
     """Time without any octet moving on an exchange that waits for its peer, after which it is reset with
     CANCEL. Noticed at the latest after twice that."""
 
+    linger_ms: int = attrs.field(default=2_000, validator=_positive)
+    """Time for a client that is answered early to take note, before its body is cut off with a reset."""
+
     ping_ms: int = attrs.field(default=20_000, validator=_positive)
     """Silence of a peer after which it is asked with a PING whether it is there."""
 

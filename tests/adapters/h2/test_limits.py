@@ -248,6 +248,36 @@ def test_a_body_that_stops_is_given_up() -> None:
     assert pair.client.of(ExchangeEnded)[0].reason == "reset by the peer: CANCEL"  # type: ignore[union-attr]
 
 
+def test_a_client_that_was_answered_early_has_a_while_to_take_note() -> None:
+    """Some clients drop an answer when they are cut off at once."""
+    raw = Raw(WireLimits(linger_ms=500))
+    sent = []
+    for stream_id in (1, 3, 5):
+        raw.send(headers(stream_id, request_block(method="PUT"), end=False))
+        raw.end.http.respond(stream_id, ok(0, 413))  # type: ignore[union-attr]
+        sent += raw.take()
+    assert [f[0] for f in sent] == [1, 1, 1], "no reset yet"
+    assert raw.send(frame(0, 0, 1, b"late") + frame(0, 1, 3, b"the end") + frame(3, 0, 5, bytes(4))) == []
+    connection = raw.end.connection
+    assert connection.next_deadline_ms() == 500
+    connection.handle_timer(499)
+    assert raw.take() == []
+    connection.handle_timer(500)
+    assert raw.take() == [(3, 0, 1, bytes(4))], "the others have ended by themselves"
+    assert connection.next_deadline_ms() > 500  # type: ignore[operator]
+    assert raw.send(frame(0, 0, 1, b"later still")) == []
+
+
+def test_clients_that_linger_are_bounded() -> None:
+    raw = Raw(WireLimits(max_streams=2))
+    sent = []
+    for stream_id in (1, 3, 5, 7):
+        raw.send(headers(stream_id, request_block(method="PUT"), end=False))
+        raw.end.http.respond(stream_id, ok(0, 413))  # type: ignore[union-attr]
+        sent += raw.take()
+    assert [f[2] for f in sent if f[0] == 3] == [1, 3]
+
+
 def test_a_reader_that_stops_is_given_up() -> None:
     pair = Pair(server_limits=WireLimits(idle_body_ms=1_000))
     pair.client.slow = True

@@ -1,0 +1,193 @@
+"""A client to measure: ``python -m tests.bench.wire_client KIND PORT FOLDER PATH COUNT AT_ONCE [--verify]``.
+
+Prints seconds, CPU seconds and octets. With ``--verify`` every block is decoded as a container would be
+received: copied into a pooled buffer, SHA-256 of the whole for Repr-Digest and of each of 32 layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import ssl
+import time
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+import kvsp_asyncio
+import kvsp_trio
+from kvsp_core.heads import Request
+from kvsp_h2 import Credentials, DataReceived, Event, ExchangeEnded, ResponseReceived, WireLimits
+from tests.bench.wire_plain import PlainClient
+from tests.bench.wire_server import run
+
+LAYERS = 32
+
+
+class Fetching:
+    """Fetches a path a number of times, some at a time, into pooled buffers."""
+
+    def __init__(self, pool: Any, path: str, count: int, *, verify: bool) -> None:
+        self._pool = pool
+        self._request = Request(method="GET", path=path)
+        self._left = count
+        self._verify = verify
+        self._under_way = 0
+        self._buffers: list[bytearray] = []
+        self.received = 0
+        self.done = anyio.Event()
+
+    def fetch(self) -> None:
+        if not self._left:
+            return
+        self._left -= 1
+        self._under_way += 1
+        one = _One(
+            self,
+            self._buffers.pop()
+            if self._buffers
+            else bytearray(64 << 20 if "64" in self._request.path else 2 << 20),
+            verify=self._verify,
+        )
+        one.call = self._pool.call(self._request, on_event=one.on_event)
+
+    def ended(self, one: _One, event: ExchangeEnded) -> None:
+        self.received += one.filled
+        self._buffers.append(one.buffer)
+        self._under_way -= 1
+        self.fetch()
+        if not self._under_way:
+            self.done.set()
+
+
+class _One:
+    """One block on its way in."""
+
+    call: Any
+
+    def __init__(self, fetching: Fetching, buffer: bytearray, *, verify: bool) -> None:
+        self._fetching = fetching
+        self.buffer = buffer
+        self._view = memoryview(buffer)
+        self.filled = 0
+        self._whole = hashlib.sha256() if verify else None
+        self._layer = hashlib.sha256()
+        self._layer_bytes = len(buffer) // LAYERS
+        self._hashed = 0
+        self._digest = ""
+
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, DataReceived):
+            data = event.data
+            count = data.nbytes
+            self._view[self.filled : self.filled + count] = data
+            self.filled += count
+            if self._whole is not None:
+                self._hash()
+            self.call.acknowledge(count)
+        elif isinstance(event, ResponseReceived):
+            self._digest = event.response.repr_digest or ""
+        elif isinstance(event, ExchangeEnded):
+            if not event.complete or (self._whole is not None and self._whole.hexdigest() != self._digest):
+                raise SystemExit(f"a block did not come as it should: {event.reason}")
+            self._fetching.ended(self, event)
+
+    def _hash(self) -> None:
+        assert self._whole is not None
+        while self._hashed < self.filled:
+            upto = min(self.filled, (self._hashed // self._layer_bytes + 1) * self._layer_bytes)
+            fresh = self._view[self._hashed : upto]
+            self._whole.update(fresh)
+            self._layer.update(fresh)
+            self._hashed = upto
+            if upto % self._layer_bytes == 0:
+                self._layer.hexdigest()
+                self._layer = hashlib.sha256()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kind", choices=["asyncio", "uvloop", "trio", "h2", "httpx"])
+    parser.add_argument("port", type=int)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("path")
+    parser.add_argument("count", type=int)
+    parser.add_argument("at_once", type=int)
+    parser.add_argument("--verify", action="store_true")
+    given = parser.parse_args()
+    folder: Path = given.folder
+    base_uri = f"https://localhost:{given.port}/kvsp/"
+    started: list[float] = []
+
+    def report(received: int) -> None:
+        wall, cpu = started
+        print(f"{time.perf_counter() - wall:.6f} {time.process_time() - cpu:.6f} {received}", flush=True)
+
+    def start() -> None:
+        started[:] = time.perf_counter(), time.process_time()
+
+    async def ours() -> None:
+        credentials = Credentials(folder / "client.pem", folder / "client.key", folder / "ca.pem")
+        module: Any = kvsp_trio if given.kind == "trio" else kvsp_asyncio
+        limits = WireLimits(stream_window_bytes=4 << 20, connection_window_bytes=32 << 20)
+        async with module.open_network() as network:
+            pool = network.service(credentials, base_uri, limits=limits)
+            warm = Fetching(pool, given.path, 1, verify=given.verify)
+            warm.fetch()
+            await warm.done.wait()
+            start()
+            fetching = Fetching(pool, given.path, given.count, verify=given.verify)
+            for _ in range(given.at_once):
+                fetching.fetch()
+            await fetching.done.wait()
+            report(fetching.received)
+
+    async def plain() -> None:
+        context = _context(folder)
+        loop = asyncio.get_running_loop()
+        start()
+        _, protocol = await loop.create_connection(
+            lambda: PlainClient("/kvsp/" + given.path, "localhost", given.count, given.at_once),
+            "127.0.0.1",
+            given.port,
+            ssl=context,
+            server_hostname="localhost",
+        )
+        await protocol.done
+        report(protocol.received)
+
+    async def with_httpx() -> None:
+        import httpx
+
+        received = 0
+        async with httpx.AsyncClient(http2=True, http1=False, verify=_context(folder), timeout=60) as client:
+            await client.get(base_uri + given.path)
+            start()
+            left = iter(range(given.count))
+
+            async def worker() -> None:
+                nonlocal received
+                for _ in left:
+                    received += len((await client.get(base_uri + given.path)).content)
+
+            await asyncio.gather(*(worker() for _ in range(given.at_once)))
+        report(received)
+
+    run(
+        "trio" if given.kind == "trio" else "asyncio" if given.kind in ("asyncio", "httpx") else "uvloop",
+        {"h2": plain, "httpx": with_httpx}.get(given.kind, ours),
+    )
+
+
+def _context(folder: Path) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=str(folder / "ca.pem"))
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.load_cert_chain(folder / "client.pem", folder / "client.key")
+    context.set_alpn_protocols(["h2"])
+    return context
+
+
+if __name__ == "__main__":
+    main()
