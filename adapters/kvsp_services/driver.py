@@ -11,6 +11,7 @@ writes
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -411,7 +412,12 @@ def _tier_work(effect: Store | ReadBlock | Load, tier: BlockTier, buffer: BlockB
     assert buffer is not None
     if isinstance(effect, ReadBlock):
         block, data = tier.read(effect.name, effect.layers, buffer.acquire)
-        buffer.fill(block.header, data, block.layer_digests, block.repr_digest)
+        layers, repr_digest = block.header.layers, block.repr_digest
+        if len(layers) < len(block.layer_digests):  # a part is a container of its own, with its own digest
+            digest = hashlib.sha256(block.header.encode())
+            digest.update(data)
+            repr_digest = digest.hexdigest()
+        buffer.fill(block.header, data, block.layer_digests[layers.start : layers.stop], repr_digest)
         return _done(effect.job_id, buffer)
     if buffer.header is None:
         raise BlockFault(JobFault.CORRUPT)

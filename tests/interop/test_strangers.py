@@ -200,7 +200,6 @@ def test_curl_stores_and_fetches_a_block(deployment: Deployment) -> None:
     part = run(
         [*deployment.curl, "-o", "/dev/null", "-w", "%{http_code} %{size_download}", f"{url}?layers=2-3"]
     )
-    print(run([*deployment.curl, f"{url}?layers=2-3"]).stdout)
     assert part.stdout == f"200 {OutgoingBlock.from_container(BLOCK, range(2, 4)).size_bytes}"
 
 
@@ -468,3 +467,15 @@ def wait_for(port: int) -> None:
             return
         time.sleep(0.05)
     raise AssertionError(f"no server came up on port {port}")
+
+
+@pytest.mark.requirement("BR-1", "BR-2")
+def test_a_range_of_layers_has_its_own_digest_and_leaves_the_block_there(deployment: Deployment) -> None:
+    url = deployment.block.replace(KEY, "a" * 64)
+    with httpx.Client(verify=context_of(deployment.folder), http2=True, http1=False) as client:
+        part = client.get(f"{url}?layers=2-3")
+        expected = b"".join(OutgoingBlock.from_container(BLOCK, range(2, 4)).pieces)
+        assert part.content == expected
+        digest = base64.b64encode(hashlib.sha256(expected).digest()).decode()
+        assert part.headers["repr-digest"] == f"sha-256=:{digest}:"
+        assert client.get(url).content == BLOCK
