@@ -8,15 +8,17 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import httpx
 
 from kvsp_services.pki import init_ca, issue
 
-__all__ = ["OPERATOR", "Cluster", "free_ports"]
+__all__ = ["OPERATOR", "Cluster", "free_ports", "until"]
 
+TIMEOUT_S = 120
+"""For whatever should come soon: the machine may be busy."""
 OPERATOR = "spiffe://example/operator"
 
 
@@ -27,6 +29,16 @@ def free_ports(count: int) -> list[int]:
     for probe in probes:
         probe.close()
     return ports
+
+
+def until(check: Callable[[], bool], seconds: float = TIMEOUT_S) -> bool:
+    """Wait until something is so; return whether it came to be."""
+    deadline = time.monotonic() + seconds
+    while not check():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 class Cluster:
@@ -54,7 +66,8 @@ class Cluster:
             f'certificate_file = "{name}.pem"\nkey_file = "{name}.key"\n{lines.format(**self.uris)}\n'
             for name, lines in sections.items()
         )
-        (directory / "kvsp.toml").write_text(
+        self.config = directory / "kvsp.toml"
+        self.config.write_text(
             'authorities_file = "ca.pem"\npolicy_file = "policy.toml"\nstorage_key_file = "storage.key"\n'
             f"[monitoring]\nport = {self.monitoring_port}\n{written}"
         )
@@ -64,13 +77,13 @@ class Cluster:
         """The operator's certificate."""
         return str(self.directory / "operator.pem")
 
-    def start(self) -> None:
+    def start(self, *options: str) -> None:
         """Start the process, and wait until it is ready."""
-        command = [sys.executable, "-m", "kvsp_services.cli", "serve", str(self.directory / "kvsp.toml")]
+        command = [sys.executable, "-m", "kvsp_services.cli", "serve", str(self.config), *options]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         with (self.directory / "serve.log").open("ab") as log:
             self.process = subprocess.Popen(command, stderr=log, text=True, env=environment)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + TIMEOUT_S
         while time.monotonic() < deadline and self.process.poll() is None:
             try:
                 if httpx.get(f"http://127.0.0.1:{self.monitoring_port}/ready").status_code == 200:
@@ -102,4 +115,4 @@ class Cluster:
         assert self.process is not None
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
+        return self.process.wait(TIMEOUT_S)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from kvsp_core.block_keys import block_keys
 from kvsp_core.container_header import ContainerHeader
 from kvsp_core.identity import CompatibilityDescriptor, Scope
 from kvsp_services.cli import app
-from tests.adapters.services.cluster import OPERATOR, Cluster
+from tests.adapters.services.cluster import OPERATOR, Cluster, until
 
 SCOPE_KEY = bytes(range(32))
 DESCRIPTOR = {
@@ -61,15 +60,6 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     made.start()
     yield made
     made.kill()
-
-
-def until(check: Callable[[], bool], seconds: float = 60) -> bool:
-    deadline = time.monotonic() + seconds
-    while not check():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 class Shell:

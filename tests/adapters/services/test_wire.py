@@ -188,7 +188,7 @@ def on_trio(party: Callable[[Party], Awaitable[None]], directory: Path) -> None:
 
     async def main() -> None:
         workers = Workers()
-        with trio.fail_after(60):
+        with trio.fail_after(120):
             async with kvsp_trio.open_network() as network, trio.open_nursery() as nursery:
                 await party(Party(network, TrioLoop(nursery, workers), directory))
                 nursery.cancel_scope.cancel()
@@ -201,7 +201,7 @@ def on_asyncio(party: Callable[[Party], Awaitable[None]], directory: Path, run: 
 
     async def main() -> None:
         workers = Workers()
-        async with asyncio.timeout(60), kvsp_asyncio.open_network() as network:
+        async with asyncio.timeout(120), kvsp_asyncio.open_network() as network:
             await party(Party(network, AsyncioLoop(workers), directory))
         workers.close()
 
@@ -222,7 +222,7 @@ def calls_of(base_uri: str) -> list[Call]:
         head = Request(
             method=method, path=path, content_length=len(body), repr_digest=options.pop("digest", None)
         )
-        return Call(call_id=number, base_uri=base_uri, request=head, body=body, timeout_ms=20_000, **options)
+        return Call(call_id=number, base_uri=base_uri, request=head, body=body, timeout_ms=60_000, **options)
 
     return [
         call(1, "PUT", "block", body=CONTAINER, digest=SHA256),
