@@ -1,0 +1,355 @@
+"""What an instance does when its peers, its tiers or its engine do not do their part."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvsp_core.ext_messages import AttendRequest, OutputRequest
+from kvsp_core.messages import (
+    FetchRange,
+    ReshardCommit,
+    ResumeRequest,
+    StateChange,
+    StatusAnswer,
+)
+from kvsp_core.problems import NOT_FOUND, UNAVAILABLE, Problem
+from kvsp_core.resources import (
+    Attend,
+    ChangeState,
+    CreateLease,
+    GetBlock,
+    Lookup,
+    PrefetchBlocks,
+    RenewLease,
+    ReportStatus,
+    ReshardGroup,
+    ResumeSession,
+    StoreBlock,
+    StreamOutput,
+)
+from kvsp_core.roles import engine
+from kvsp_core.roles.role import (
+    CancelCall,
+    FreeBuffer,
+    JobDone,
+    JobFailed,
+    JobFault,
+    LayerArrived,
+    RequestEnded,
+    Respond,
+)
+from tests.unit.roles.instance_world import (
+    CACHE,
+    FE,
+    HOLDER,
+    ME,
+    PC,
+    SESSION,
+    World,
+    digests_of,
+    key_of,
+)
+from tests.unit.roles.test_instance import KEYS, PROMPT, checkpoint, directive, plan
+
+
+def state_of(world: World, name: str = "d1") -> str:
+    status = world.role._prefetches.table.status(name)
+    assert status is not None
+    return status.state
+
+
+def begun(**settings: object) -> World:
+    world = World(**settings)
+    world.begin(PROMPT)
+    world.run_jobs()
+    world.acknowledge_checkpoints()
+    return world
+
+
+# Loads
+
+
+@pytest.mark.requirement("PF-6")
+def test_a_lookup_lease_or_fetch_that_fails_is_a_source_that_failed() -> None:
+    world = World()
+    world.ask(PC, PrefetchBlocks(), directive(KEYS[0]))
+    world.fail(world.calls(Lookup)[0][0])
+    assert state_of(world) == "failed"
+    world.ask(PC, PrefetchBlocks(), directive(KEYS[0], name="d2"))
+    world.answer(world.calls(Lookup)[0][0], Problem(UNAVAILABLE, "busy"))
+    assert state_of(world, "d2") == "failed"
+    for name, end in (("d3", "fail"), ("d4", "refuse"), ("d5", "nonsense")):
+        world.ask(PC, PrefetchBlocks(), directive(KEYS[0], name=name))
+        world.answer_lookups(KEYS[0])
+        ((number, _),) = world.calls(CreateLease)
+        if end == "fail":
+            world.fail(number)
+        else:
+            answer = Problem(NOT_FOUND, "none") if end == "refuse" else StatusAnswer(state="active")
+            world.answer(number, answer)
+        assert state_of(world, name) == "failed"
+    for name, status in (("d6", 404), ("d7", None)):
+        world.ask(PC, PrefetchBlocks(), directive(KEYS[0], name=name))
+        world.answer_lookups(KEYS[0])
+        world.grant_leases()
+        ((number, _),) = world.calls(GetBlock)
+        if status is None:
+            world.fail(number)
+        else:
+            world.answer(number, Problem(NOT_FOUND, "gone"))
+        assert state_of(world, name) == "failed"
+    assert world.beside.held() == set()
+
+
+@pytest.mark.requirement("PF-4")
+def test_at_the_deadline_a_fetch_is_given_up_and_its_buffer_free() -> None:
+    world = World()
+    world.ask(PC, PrefetchBlocks(), directive(KEYS[0]))
+    world.answer_lookups(KEYS[0])
+    world.grant_leases()
+    ((number, each),) = world.calls(GetBlock)
+    buffer = each.call.buffer
+    assert buffer is not None
+    world.do(LayerArrived(buffer, 0, digests_of(KEYS[0])[0]))
+    effects = world.later(500)
+    assert CancelCall(number) in effects
+    assert FreeBuffer(buffer) in effects
+    assert state_of(world) == "partial"
+
+
+def test_a_layer_of_nobody_knows_what_is_the_holders_affair() -> None:
+    world = World()
+    world.do(LayerArrived(99, 0, "ab" * 32))
+    assert world.beside.handled == [LayerArrived(99, 0, "ab" * 32)]
+
+
+def test_where_there_is_no_room_nothing_is_loaded() -> None:
+    world = World()
+    world.beside.full = True
+    world.ask(PC, PrefetchBlocks(), directive(KEYS[0]))
+    world.load(KEYS[0])
+    assert state_of(world) == "failed"
+
+
+@pytest.mark.requirement("PF-5", "SE-3")
+def test_one_directive_too_many_is_told_to_come_back() -> None:
+    from kvsp_core.machines.prefetch import PrefetchLimits
+
+    world = World(prefetch=PrefetchLimits(pending_directives=1))
+    world.ask(PC, PrefetchBlocks(), directive(KEYS[0]))
+    request, _ = world.ask(PC, PrefetchBlocks(), directive(KEYS[0], name="d2"))
+    response = world.answered(request).response
+    assert (response.status, response.retry_after_s) == (503, 1)
+
+
+# Copies
+
+
+@pytest.mark.requirement("CP-1")
+def test_copies_that_fail_are_done_without_and_leases_that_fail_are_asked_for_again() -> None:
+    world = begun(copy_holder=CACHE, copy_lease_ms=900)
+    for index in (0, 1):
+        world.do(engine.BlockComputed(world.sequence(), index))
+    world.run_jobs()
+    first, second = world.calls(StoreBlock)
+    world.fail(first[0])
+    world.answer(second[0], status=201)
+    ((lease, _),) = world.calls(CreateLease)
+    world.fail(lease)
+    world.later(300)
+    world.grant_leases()
+    world.later(700)
+    ((renewal, _),) = world.calls(RenewLease)
+    world.answer(renewal, Problem(NOT_FOUND, "gone"))
+    ((lease, _),) = world.calls(CreateLease)
+    world.answer(lease, Problem(NOT_FOUND, "gone"))
+    assert not world.calls(CreateLease)
+
+
+@pytest.mark.requirement("CP-1")
+def test_leases_are_renewed_as_long_as_the_session_lives() -> None:
+    world = begun(copy_holder=CACHE, copy_lease_ms=900)
+    world.do(engine.BlockComputed(world.sequence(), 0))
+    world.run_jobs()
+    world.answer(world.calls(StoreBlock)[0][0], status=201)
+    world.grant_leases()
+    for _ in range(3):
+        world.later(700)
+        ((renewal, _),) = world.calls(RenewLease)
+        world.answer(renewal)
+
+
+def test_a_block_that_does_not_come_out_of_the_engine_is_done_without() -> None:
+    world = begun()
+    world.do(engine.BlockComputed(world.sequence(), 0))
+    (export,) = world.of(engine.ExportBlock)
+    world.answered_jobs.add(export.job_id)
+    effects = world.do(JobFailed(export.job_id, JobFault.MISSING))
+    assert FreeBuffer(export.buffer) in effects
+    assert world.beside.held() == set()
+
+
+# Sessions
+
+
+def test_an_import_that_the_engine_refuses_ends_the_prefix_before_it() -> None:
+    world = World()
+    world.beside.hold(*KEYS)
+    world.begin(PROMPT)
+    for read, key in zip(list(world.jobs()), KEYS, strict=True):
+        world.answered_jobs.add(read.job_id)
+        from tests.unit.roles.instance_world import HEADER
+
+        world.do(JobDone(read.job_id, header=HEADER, layer_digests=digests_of(key)))
+    for number, each in enumerate(world.of(engine.ImportBlock)):
+        world.answered_jobs.add(each.job_id)
+        world.do(JobDone(each.job_id) if number == 0 else JobFailed(each.job_id, JobFault.BROKEN))
+    assert world.of(engine.StartSequence)[0].cached_tokens == 4
+
+
+@pytest.mark.requirement("CP-3")
+def test_the_engine_pauses_where_too_many_tokens_are_not_covered() -> None:
+    world = World()
+    world.begin(PROMPT, deterministic=False)
+    world.run_jobs()
+    world.acknowledge_checkpoints()
+    for number in range(1024):
+        world.do(engine.TokensDecoded(world.sequence(), number, (number,)))
+    assert engine.Pause(world.sequence()) in world.seen
+    for _ in range(64):
+        world.acknowledge_checkpoints()
+    assert engine.Proceed(world.sequence()) in world.seen
+
+
+def test_an_answer_to_a_checkpoint_that_says_nothing_is_tried_again() -> None:
+    from kvsp_core.resources import RecordCheckpoint
+
+    world = World()
+    world.begin(PROMPT)
+    ((number, _),) = world.calls(RecordCheckpoint)
+    world.answer(number, StatusAnswer(state="active"))
+    world.later(10_000)
+    assert len(world.calls(RecordCheckpoint)) == 1
+
+
+def test_a_front_end_that_leaves_while_it_waits_is_not_answered() -> None:
+    world = World()
+    world.ask(PC, ResumeSession(SESSION), ResumeRequest(epoch=2, checkpoint=checkpoint((1,))))
+    waiting, _ = world.ask(FE, StreamOutput(SESSION), OutputRequest(from_index=0, epoch=2))
+    world.do(RequestEnded(waiting, False, 0))
+    world.load(*key_of((*PROMPT, 1)), holder=CACHE)
+    world.run_jobs()
+    assert [e for e in world.of(Respond) if e.request_id == waiting] == []
+    assert len(world.of(engine.StartSequence)) == 1
+
+
+def test_a_session_without_blocks_is_resumed_at_once() -> None:
+    world = World()
+    short = PROMPT[:3]
+    body = ResumeRequest(
+        epoch=2,
+        checkpoint=type(checkpoint(()))(
+            session=SESSION,
+            epoch=1,
+            compat_id=checkpoint(()).compat_id,
+            scope_id=checkpoint(()).scope_id,
+            prompt_blocks=(),
+            prompt_tail=short,
+            generated=(),
+            output_offset=0,
+            sampler=checkpoint(()).sampler,
+        ),
+    )
+    world.ask(PC, ResumeSession(SESSION), body)
+    world.run_jobs()
+    assert world.of(engine.StartSequence)[0].tokens == short
+
+
+# Status
+
+
+def test_a_status_that_is_not_answered_is_sent_again() -> None:
+    world = World()
+    for answer in (None, StatusAnswer(state="draining")):
+        ((number, _),) = world.calls(ReportStatus)
+        world.fail(number) if answer is None else world.answer(number, Problem(UNAVAILABLE, "busy"))
+        world.later(3000)
+        assert len(world.calls(ReportStatus)) == 1
+
+
+def test_a_state_that_cannot_be_is_refused() -> None:
+    world = World()
+    request, _ = world.ask(PC, ChangeState(), StateChange(state="failed"))
+    assert world.status_of(request) == 409
+
+
+def test_status_goes_to_an_index_that_runs_apart_too() -> None:
+    world = World(report_to_index=True)
+    calls = world.calls(ReportStatus)
+    assert len({each.call.base_uri for _, each in calls}) == 2
+    for number, _ in calls:
+        world.answer(number, StatusAnswer(state="active"))
+
+
+# Shards
+
+
+@pytest.mark.requirement("RS-4")
+def test_a_shard_attends_once_it_is_in_the_engine() -> None:
+    world = World()
+    world.ask(PC, ReshardGroup(), plan(4, 5, fetch=(FetchRange(tokens=(0, 8), from_=HOLDER),)))
+    world.load(*KEYS)
+    world.ask(PC, ReshardGroup(), ReshardCommit(map="m", commit=5))
+    body = AttendRequest(version=5, layer=0, queries=b"\0" * 4)
+    early, _ = world.ask(ME, Attend("m"), body)
+    assert world.status_of(early) == 503
+    world.run_jobs()
+    for each in world.of(engine.LoadShard):
+        world.do(JobDone(each.job_id))
+    stale, _ = world.ask(ME, Attend("m"), AttendRequest(version=4, layer=0, queries=b"\0" * 4))
+    assert world.status_of(stale) == 409
+    asked, _ = world.ask(ME, Attend("m"), body)
+    (command,) = world.of(engine.Attend)
+    assert command.ranges == ((0, 8),)
+    world.do(JobDone(command.job_id, data=b"{}"))
+    assert world.answered(asked).body == b"{}"
+    again, _ = world.ask(ME, Attend("m"), body)
+    world.do(JobFailed(world.of(engine.Attend)[-1].job_id, JobFault.BROKEN))
+    assert world.status_of(again) == 503
+    nothing, _ = world.ask(ME, Attend("other"), body)
+    assert world.status_of(nothing) in (403, 404)
+
+
+def test_a_shard_that_the_engine_does_not_take_or_the_tier_does_not_give_is_not_used() -> None:
+    world = World()
+    world.ask(PC, ReshardGroup(), plan(4, 5, fetch=(FetchRange(tokens=(0, 8), from_=HOLDER),)))
+    world.load(*KEYS)
+    world.ask(PC, ReshardGroup(), ReshardCommit(map="m", commit=5))
+    first, second = list(world.jobs())
+    world.answered_jobs.update((first.job_id, second.job_id))
+    world.do(JobFailed(first.job_id, JobFault.CORRUPT))
+    from tests.unit.roles.instance_world import HEADER
+
+    world.do(JobDone(second.job_id, header=HEADER, layer_digests=digests_of(KEYS[1])))
+    (load,) = world.of(engine.LoadShard)
+    world.do(JobFailed(load.job_id, JobFault.BROKEN))
+    asked, _ = world.ask(ME, Attend("m"), AttendRequest(version=5, layer=0, queries=b"\0" * 4))
+    assert world.status_of(asked) == 503
+    assert world.beside.held() == {KEYS[1]}
+
+
+def test_a_plan_whose_ranges_are_no_blocks_is_refused() -> None:
+    world = World()
+    request, _ = world.ask(PC, ReshardGroup(), plan(4, 5, fetch=(FetchRange(tokens=(0, 6), from_=HOLDER),)))
+    assert world.status_of(request) == 400
+    far, _ = world.ask(PC, ReshardGroup(), plan(4, 5, fetch=(FetchRange(tokens=(0, 80), from_=HOLDER),)))
+    assert world.status_of(far) == 400
+    scope, _ = world.ask(PC, ReshardGroup(), plan(0, 1, assign=((0, 8),), scope_id="ee" * 16))
+    assert world.status_of(scope) in (403, 404)
+
+
+def test_what_belongs_to_nobody_is_the_holders() -> None:
+    world = World()
+    world.do(JobDone(77))
+    world.do(JobFailed(78, JobFault.BROKEN))
+    assert [type(item) for item in world.beside.handled] == [JobDone, JobFailed]
