@@ -157,7 +157,10 @@ class Instance:
         )
         self._prefetches = self._loads_of("prefetch", settings.prefetch)
         self._loads = self._loads_of(
-            "loads", PrefetchLimits(pending_directives=1024, pending_blocks=1 << 20, kept_ms=1)
+            "loads",
+            PrefetchLimits(
+                pending_directives=1024, pending_blocks=1 << 22, directive_blocks=1 << 20, kept_ms=1
+            ),
         )
         self._copies = Copies(
             self._work,

@@ -342,7 +342,8 @@ class Sessions:
             block_tokens=model.block_tokens,
             any_source=True,
         )
-        self._loads.handle(submit, now_ms)
+        if any(isinstance(each, prefetch.Rejected) for each in self._loads.handle(submit, now_ms)):
+            self.load_ended(message.directive, now_ms)
 
     def load_ended(self, directive: str, now_ms: int) -> None:
         """Take note that loads have ended: those of a resume, or a prefetch directive that a session waits

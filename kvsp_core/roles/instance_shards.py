@@ -302,7 +302,10 @@ class Shards:
             block_tokens=model.block_tokens,
             any_source=True,
         )
-        self._loads.handle(submit, now_ms)
+        if any(isinstance(each, prefetch.Rejected) for each in self._loads.handle(submit, now_ms)):
+            del self._directives[message.directive]
+            if version is not None:
+                self._advance(shard, member.LoadFailed(version), now_ms)
         return message.directive
 
     def load_ended(self, ended: prefetch.Ended, now_ms: int) -> bool:

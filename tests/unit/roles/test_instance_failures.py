@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 
 from kvsp_core.ext_messages import AttendRequest, OutputRequest
@@ -263,6 +264,29 @@ def test_a_session_without_blocks_is_resumed_at_once() -> None:
     world.ask(PC, ResumeSession(SESSION), body)
     world.run_jobs()
     assert world.of(engine.StartSequence)[0].tokens == short
+
+
+def full(world: World) -> None:
+    """Let the instance have as many loads under way as it takes."""
+    table = world.role._loads.table
+    table.limits = attrs.evolve(table.limits, pending_directives=0)
+
+
+@pytest.mark.requirement("MG-2")
+def test_a_resume_whose_loads_are_too_many_goes_on_without_them() -> None:
+    world = World()
+    full(world)
+    world.ask(PC, ResumeSession(SESSION), ResumeRequest(epoch=2, checkpoint=checkpoint((1,))))
+    asked, _ = world.ask(FE, StreamOutput(SESSION), OutputRequest(from_index=0, epoch=2))
+    assert world.status_of(asked) == 428
+
+
+@pytest.mark.requirement("RS-3")
+def test_a_plan_whose_loads_are_too_many_is_refused() -> None:
+    world = World()
+    full(world)
+    request, _ = world.ask(PC, ReshardGroup(), plan(4, 5, fetch=(FetchRange(tokens=(0, 8), from_=HOLDER),)))
+    assert world.status_of(request) == 409
 
 
 # Status
