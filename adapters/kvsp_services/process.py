@@ -50,7 +50,7 @@ from kvsp_services.stores.blocks import BlockTier
 from kvsp_services.stores.durable import DurableStore, GroupCommitter, NoStore
 from kvsp_services.wire import ServedRole, ServicePeers
 
-__all__ = ["Process", "RunningRole", "serve"]
+__all__ = ["Process", "RunningRole", "running", "serve"]
 
 MAX_REBUILDS: Final = 5
 REBUILD_WINDOW_S: Final = 60.0
@@ -364,7 +364,8 @@ def _network_of(loop: LoopName) -> Callable[[], AbstractAsyncContextManager[Any]
 
 
 @asynccontextmanager
-async def _running(config: Config, loop: LoopName, metrics: Metrics) -> AsyncIterator[tuple[Process, Any]]:
+async def running(config: Config, loop: LoopName, metrics: Metrics) -> AsyncIterator[tuple[Process, Any]]:
+    """Have a process, not started yet, on the running loop, with a group for its tasks; close it then."""
     workers = Workers()
     try:
         async with _network_of(loop)() as network, anyio.create_task_group() as tasks:
@@ -382,7 +383,7 @@ async def _running(config: Config, loop: LoopName, metrics: Metrics) -> AsyncIte
 async def _serve(config: Config, loop: LoopName, started: Callable[[], None]) -> str | None:
     metrics = Metrics()
     log = structlog.get_logger()
-    async with _running(config, loop, metrics) as (process, tasks):
+    async with running(config, loop, metrics) as (process, tasks):
         monitoring = None
         if config.monitoring.enabled:
             monitoring = MonitoringServer(

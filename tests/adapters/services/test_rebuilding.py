@@ -1,0 +1,49 @@
+"""A role that cannot make something durable is rebuilt from its store, and not for ever."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import anyio
+import pytest
+
+from kvsp_services.config import read_config
+from kvsp_services.metrics import Metrics
+from kvsp_services.process import MAX_REBUILDS, running
+from kvsp_services.stores.sealing import StorageError
+from tests.adapters.services.cluster import Cluster
+
+POLICY = '[principals]\n"{controller}" = ["controller"]\n"{index}" = ["index"]\n'
+
+
+@pytest.mark.requirement("CP-2")
+@pytest.mark.parametrize("loop", ["trio", "asyncio"])
+def test_a_role_is_rebuilt_from_its_store_a_bounded_number_of_times(
+    tmp_path: Path, loop: Literal["trio", "asyncio"]
+) -> None:
+    cluster = Cluster(tmp_path, {"index": "", "controller": 'index = ["{index}"]'}, POLICY)
+    config = read_config(cluster.config)
+
+    async def main() -> None:
+        async with running(config, loop, Metrics()) as (process, _):
+            await process.start()
+            _, controller = process.roles
+            assert controller.served is not None
+            assert process.trouble() is None
+            for number in range(1, MAX_REBUILDS + 1):
+                before = controller.served.driver
+                before._fail(StorageError("no space left on device"))
+                assert before.stopped
+                assert process.trouble() == "controller: being rebuilt"
+                with anyio.fail_after(60):
+                    while controller.served.driver is before:
+                        await anyio.sleep(0.01)
+                assert process.trouble() is None, number
+                assert process.failure is None
+            controller.served.driver._fail(StorageError("no space left on device"))
+            assert process.stopping.is_set()
+            assert "failed" in (process.failure or "")
+            assert "no space left" in (process.failure or "")
+
+    anyio.run(main, backend=loop)
