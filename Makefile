@@ -30,7 +30,7 @@ demo: $(STAMP)
 	@docs/tools/demo.sh $(BIN)/kvsp
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -v -n $(JOBS) --dist worksteal tests
+	$(BIN)/python -m pytest -v -n $(JOBS) --dist worksteal --durations=10 tests
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -39,7 +39,7 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 
 verify: $(STAMP)
-	KVSP_PROFILE=$(or $(filter long,$(KVSP_PROFILE)),verify) $(BIN)/python -m pytest -v -n $(JOBS) --dist worksteal -m "model or verify" tests
+	KVSP_PROFILE=$(or $(filter long,$(KVSP_PROFILE)),verify) $(BIN)/python -m pytest -v -n $(JOBS) --dist worksteal --durations=15 -m "model or verify" tests
 	$(BIN)/python fuzz/mutate.py $(MUTATIONS)
 	$(BIN)/python fuzz/run.py --seconds 10
 
