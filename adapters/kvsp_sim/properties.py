@@ -208,6 +208,9 @@ class LeasesHold(Property):
                 )
             elif block in self._published and block not in self._withdrawn:
                 self.fail(f"{fact.holder} dropped a leased block for a fault before withdrawing its record")
+        # What a fault took is out of its leases: a copy stored later under the same key is another block.
+        for name in self._covering.pop(block, ()):
+            self._leases[fact.holder, name].blocks.pop(fact.block, None)
         self._withdrawn.discard(block)
         self._published.discard(block)
 

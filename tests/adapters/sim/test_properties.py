@@ -113,6 +113,7 @@ def test_a_fault_needs_the_withdrawal_first() -> None:
     run(LeasesHold(), published, granted(), WithdrawalSent(holder="h", block="b"), evicted(5, fault=True))
     breaks(LeasesHold(), published, granted(), evicted(5, fault=True), saying="before withdrawing")
     run(LeasesHold(), granted(), evicted(5, fault=True))  # never published
+    run(LeasesHold(), granted(), evicted(5, fault=True), evicted(6))  # a copy stored later is not leased
 
 
 def test_a_restarted_holder_keeps_what_it_restored() -> None:
