@@ -97,9 +97,15 @@ class ServerConnection(Connection):
         super().__init__(now_ms, limits)
         self._base_path = urlsplit(base_uri).path
         self._preface = PREFACE
-        # What we say first waits for the client's preface: who speaks something else gets an answer in kind.
+        # What we say first waits for the client's preface, so that who speaks something else gets an answer
+        # in kind; under TLS, where both have agreed on HTTP/2, `greet` says it at once.
         self._greeting = bytes(self._control)
         self._control.clear()
+
+    def greet(self) -> None:
+        """Say what a server says first, without waiting for the client."""
+        self._control += self._greeting
+        self._greeting = b""
 
     def accept_body(self, stream_id: int) -> None:
         """Ask for the body of a request whose client waits for that (``Expect: 100-continue``)."""
@@ -151,8 +157,7 @@ class ServerConnection(Connection):
         self._preface = self._preface[count:]
         if not self._preface:
             self._h2.receive_data(PREFACE)
-            self._control += self._greeting
-            self._greeting = b""
+            self.greet()
         return view[count:]
 
     def _receive_first_block(self, stream_id: int, headers: HeaderList, ends: bool) -> None:

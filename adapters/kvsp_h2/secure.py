@@ -192,7 +192,9 @@ def secure_server(
     bounds = limits or WireLimits()
 
     def begin(established_ms: int) -> ServerConnection:
-        return ServerConnection(base_uri, established_ms, bounds)
+        connection = ServerConnection(base_uri, established_ms, bounds)
+        connection.greet()
+        return connection
 
     return SecureConnection(
         credentials.accept(), begin, now_ms, limits=bounds, is_server=True, scratch=scratch

@@ -301,17 +301,18 @@ class Network:
         return pool
 
     async def close(self) -> None:
-        """Close everything in order, and what does not end by itself at once."""
-        try:
-            for part in self._parts:
-                part.shutdown()
-            while any(part.links for part in self._parts):
-                self._quiet = trio.Event()
-                await self._quiet.wait()
-        finally:
-            for part in self._parts:
-                part.abort()
-            self._parts.clear()
+        """Close everything in order."""
+        for part in self._parts:
+            part.shutdown()
+        while any(part.links for part in self._parts):
+            self._quiet = trio.Event()
+            await self._quiet.wait()
+
+    def abort(self) -> None:
+        """Close everything at once."""
+        for part in self._parts:
+            part.abort()
+        self._parts.clear()
 
 
 @asynccontextmanager
@@ -319,8 +320,11 @@ async def open_network() -> AsyncIterator[Network]:
     """Open a network for listeners and services; what is open when the block ends is closed in order."""
     async with trio.open_nursery() as nursery:
         network = Network(nursery)
-        yield network
-        await network.close()
+        try:
+            yield network
+            await network.close()
+        finally:
+            network.abort()
         nursery.cancel_scope.cancel()
 
 
