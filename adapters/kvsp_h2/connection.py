@@ -12,11 +12,8 @@ from collections import OrderedDict, deque
 from typing import ClassVar, Final, cast
 
 from h2 import events as h2_events
-from h2.config import H2Configuration
-from h2.connection import ConnectionInputs, H2Connection
 from h2.errors import ErrorCodes
 from h2.exceptions import ProtocolError
-from h2.settings import SettingCodes, Settings
 from h2.stream import H2Stream, StreamInputs
 from hpack import HPACKError, OversizedHeaderListError
 
@@ -30,7 +27,7 @@ from kvsp_h2.events import (
     GoingAway,
     OutputReady,
 )
-from kvsp_h2.exchange import Budget, Exchange
+from kvsp_h2.exchange import Budget, Exchange, HeadEncoder, Lingering
 from kvsp_h2.fields import HeaderList, Malformed, check_trailers
 from kvsp_h2.frames import (
     GOAWAY,
@@ -45,6 +42,7 @@ from kvsp_h2.frames import (
     window_update,
 )
 from kvsp_h2.limits import WireLimits
+from kvsp_h2.state import start_protocol
 
 __all__ = ["DRAIN_PING", "HIGHEST_STREAM", "Connection"]
 
@@ -81,7 +79,8 @@ class Connection:
     def __init__(self, now_ms: int, limits: WireLimits) -> None:
         self._limits = limits
         self._now_ms = now_ms
-        self._h2 = self._start_h2(limits)
+        self._h2 = start_protocol(limits, client=self._CLIENT)
+        self._heads = HeadEncoder(self._h2.encoder)
         self._reader = FrameReader(self, limits)
         self._control = bytearray(self._h2.data_to_send())
         if limits.connection_window_bytes > _DEFAULT_WINDOW:
@@ -90,8 +89,7 @@ class Connection:
         self._exchanges: dict[int, Exchange] = {}
         self._over: OrderedDict[int, bool] = OrderedDict()
         """The last streams that are over, and whether by a reset: late frames are then expected."""
-        self._lingering: OrderedDict[int, int] = OrderedDict()
-        """Streams that were answered early, and when they are to be cut off."""
+        self._lingering = Lingering(limits.max_streams)
         self._ready: deque[Exchange] = deque()
         self._starved: list[Exchange] = []
         """Exchanges with output that wait for the window of the connection."""
@@ -115,33 +113,6 @@ class Connection:
         """Why the peer left, where it said so."""
         self._last_accepted = HIGHEST_STREAM
         self._stopped = self._ended = self._dropped = False
-
-    def _start_h2(self, limits: WireLimits) -> H2Connection:
-        protocol = H2Connection(
-            H2Configuration(
-                client_side=self._CLIENT,
-                header_encoding=False,
-                validate_inbound_headers=False,
-                validate_outbound_headers=False,
-                normalize_inbound_headers=False,
-                normalize_outbound_headers=False,
-            )
-        )
-        ours = {
-            SettingCodes.ENABLE_PUSH: 0,
-            SettingCodes.INITIAL_WINDOW_SIZE: limits.stream_window_bytes,
-            SettingCodes.MAX_FRAME_SIZE: limits.max_frame_bytes,
-            SettingCodes.MAX_HEADER_LIST_SIZE: limits.max_header_list_bytes,
-        }
-        if not self._CLIENT:
-            ours[SettingCodes.MAX_CONCURRENT_STREAMS] = limits.max_streams
-        protocol.local_settings = Settings(client=self._CLIENT, initial_values=ours)
-        protocol.max_inbound_frame_size = limits.max_frame_bytes
-        protocol.decoder.max_header_list_size = limits.max_header_block_bytes
-        protocol.initiate_connection()
-        opened = ConnectionInputs.SEND_HEADERS if self._CLIENT else ConnectionInputs.RECV_HEADERS
-        protocol.state_machine.process_input(opened)
-        return protocol
 
     # What comes in ---------------------------------------------------------------------------------------
 
@@ -339,7 +310,7 @@ class Connection:
         """End the body where the frame says so."""
         exchange, self._incoming = self._incoming, None
         if self._frame_ends and exchange is None:
-            self._lingering.pop(self._incoming_id, None)
+            self._lingering.discard(self._incoming_id)
         if self._frame_ends and exchange is not None and not exchange.gone:
             exchange.state.state_machine.process_input(StreamInputs.RECV_END_STREAM)
             self._end_body(exchange)
@@ -393,7 +364,7 @@ class Connection:
             self._receive_goaway(last & HIGHEST_STREAM, code)
             return
         if kind == RST_STREAM:
-            self._lingering.pop(stream_id, None)
+            self._lingering.discard(stream_id)
             if self._is_idle(stream_id):  # h2 lets that pass
                 raise Fault(ErrorCodes.PROTOCOL_ERROR, "RST_STREAM on a stream that was never opened")
         try:
@@ -547,7 +518,7 @@ class Connection:
     def _send_head(self, exchange: Exchange, headers: HeaderList, *, end: bool) -> None:
         """Send the head of our message; nothing follows it where `end` is true."""
         protocol = self._h2
-        block = protocol.encoder.encode(headers)
+        block = self._heads.encode(headers)
         self._control += header_frames(exchange.stream_id, block, protocol.max_outbound_frame_size, end=end)
         exchange.head_sent = True
         exchange.out_end = exchange.out_ended = end
@@ -650,10 +621,11 @@ class Connection:
             due = self._received_ms + limits.ping_ms
         if not self._exchanges:
             due = min(due, self._idle_since_ms + limits.idle_ms)
-        for other in (self._look_due_ms, self._head_due_ms, self._goaway_due_ms, self._drain_due_ms):
+        others = (self._look_due_ms, self._head_due_ms, self._goaway_due_ms, self._drain_due_ms)
+        for other in (*others, self._lingering.due_ms):
             if other is not None and other < due:
                 due = other
-        return min(due, next(iter(self._lingering.values()))) if self._lingering else due
+        return due
 
     def handle_timer(self, now_ms: int) -> None:
         """Do what is due. Calling too early changes nothing."""
@@ -676,18 +648,12 @@ class Connection:
         """Let a client that still sends take note of its answer: some drop it when they are cut off at
         once."""
         exchange.was_reset = True
-        self._lingering[exchange.stream_id] = self._now_ms + self._limits.linger_ms
-        if len(self._lingering) > self._limits.max_streams:
-            oldest, _ = self._lingering.popitem(last=False)
-            self._control += rst_stream(oldest, ErrorCodes.NO_ERROR)
+        self._lingering.add(exchange.stream_id, self._now_ms + self._limits.linger_ms)
+        self._cut_off(self._now_ms)
 
     def _cut_off(self, now_ms: int) -> None:
         """Reset the streams that have lingered long enough (RFC 9113, 8.1)."""
-        while self._lingering:
-            stream_id, due_ms = next(iter(self._lingering.items()))
-            if now_ms < due_ms:
-                return
-            del self._lingering[stream_id]
+        for stream_id in self._lingering.take_due(now_ms):
             self._control += rst_stream(stream_id, ErrorCodes.NO_ERROR)
 
     def _look_at_exchanges(self, now_ms: int) -> None:

@@ -1,12 +1,19 @@
-"""One exchange on a stream, and the budgets that keep floods in bounds."""
+"""One exchange on a stream, and what a connection keeps for all of them: budgets, heads, streams that
+linger."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
+from typing import Final
 
 from h2.stream import H2Stream
+from hpack import Encoder
 
-__all__ = ["Budget", "Exchange"]
+from kvsp_h2.fields import HeaderList
+
+__all__ = ["Budget", "Exchange", "HeadEncoder", "Lingering"]
+
+_KEPT_BLOCKS: Final = 32
 
 
 class Budget:
@@ -92,3 +99,60 @@ class Exchange:
     def has_output(self) -> bool:
         """Whether there is something to put into frames."""
         return self.out_bytes > 0 or (self.out_end and not self.out_ended)
+
+
+class HeadEncoder:
+    """Encodes header lists and keeps the last blocks, since HPACK in Python is most of the cost of a small
+    message.
+
+    Values stay out of the compression tables of both ends: a block means the same each time it is sent.
+    """
+
+    def __init__(self, encoder: Encoder) -> None:
+        self._encoder = encoder
+        self._blocks: dict[tuple[tuple[bytes, bytes], ...], bytes] = {}
+
+    def encode(self, headers: HeaderList) -> bytes:
+        """Return a header block."""
+        key = tuple(headers)
+        block = None if self._encoder.header_table.resized else self._blocks.get(key)
+        if block is None:
+            resized = self._encoder.header_table.resized
+            block = self._encoder.encode([(name, value, True) for name, value in headers])
+            if len(self._blocks) >= _KEPT_BLOCKS:
+                self._blocks.clear()
+            if not resized:  # else it begins with the new size, which is said once
+                self._blocks[key] = block
+        return block
+
+
+class Lingering:
+    """Streams that were answered before their request was whole, each with when it is to be cut off."""
+
+    def __init__(self, at_most: int) -> None:
+        self._at_most = at_most
+        self._due_ms: OrderedDict[int, int] = OrderedDict()
+
+    @property
+    def due_ms(self) -> int | None:
+        """When the next is to be cut off."""
+        return next(iter(self._due_ms.values())) if self._due_ms else None
+
+    def add(self, stream_id: int, due_ms: int) -> None:
+        """Let a stream linger; times only go up."""
+        self._due_ms[stream_id] = due_ms
+
+    def discard(self, stream_id: int) -> None:
+        """Forget a stream that has ended by itself."""
+        self._due_ms.pop(stream_id, None)
+
+    def take_due(self, now_ms: int) -> list[int]:
+        """Return, and forget, the streams whose time is over, and the oldest of those that are too many."""
+        taken = []
+        while self._due_ms:
+            stream_id, due_ms = next(iter(self._due_ms.items()))
+            if now_ms < due_ms and len(self._due_ms) <= self._at_most:
+                break
+            del self._due_ms[stream_id]
+            taken.append(stream_id)
+        return taken

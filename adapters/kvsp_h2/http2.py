@@ -13,7 +13,6 @@ from urllib.parse import urlsplit
 import attrs
 from h2.errors import ErrorCodes
 from h2.stream import StreamInputs
-from hpack import NeverIndexedHeaderTuple
 
 from kvsp_core.answers import problem_response
 from kvsp_core.errors import LocalProtocolError, RemoteProtocolError
@@ -67,10 +66,6 @@ _FRAME_BYTES: Final = 16_384
 _DEFAULT_LIMITS: Final = WireLimits()
 _ASSUMED_STREAMS: Final = 100
 """Requests at a time until the server has said how many it allows."""
-# Values that do not come again, or that are nobody's business: kept out of the tables of both ends.
-_NEVER_INDEXED: Final = frozenset(
-    (b":path", b"location", b"content-length", b"content-digest", b"repr-digest")
-)
 _BODILESS: Final = frozenset((204, 304))
 
 
@@ -134,7 +129,7 @@ class ServerConnection(Connection):
         headers: HeaderList = [(b":status", b"%d" % response.status)]
         headers += response_fields(response)
         exchange.state.state_machine.process_input(StreamInputs.SEND_HEADERS)
-        self._send_head(exchange, _guarded(headers), end=ends)
+        self._send_head(exchange, headers, end=ends)
         if ends:
             self._finish_answer(exchange)
             return True
@@ -283,7 +278,7 @@ class ClientConnection(Connection):
         self._h2.highest_outbound_stream_id = stream_id
         exchange = self._open(stream_id, StreamInputs.SEND_HEADERS)
         exchange.method = request.method
-        self._send_head(exchange, _guarded(headers), end=ends)
+        self._send_head(exchange, headers, end=ends)
         if not ends:
             self.send_data(stream_id, body, end=end)
         return stream_id
@@ -328,8 +323,3 @@ class ClientConnection(Connection):
         if not exchange.out_ended:
             self._reset_stream(exchange, ErrorCodes.NO_ERROR)
         self._finish(exchange, complete=True)
-
-
-def _guarded(headers: HeaderList) -> HeaderList:
-    """Return a header list with what is private or never repeated kept out of the compression tables."""
-    return [NeverIndexedHeaderTuple(*field) if field[0] in _NEVER_INDEXED else field for field in headers]
