@@ -339,6 +339,9 @@ class Loads:
                     self._report(job, stored, now_ms)
             case BlockGone(name):
                 self.handle(prefetch.Evicted(name.block_key), now_ms)
+                # The table has forgotten its pin with the block, and will not undo it.
+                if (pinned := self._pinned.pop(name.block_key, None)) is not None:
+                    self._blocks.let_go(pinned)
 
     def _report(self, job: int, event: prefetch_load.Event, now_ms: int) -> None:
         self.handle(prefetch.LoadReport(job, event), now_ms)

@@ -315,7 +315,7 @@ class Sessions:
         session.run += 1
         session.compat_id, session.scope_id = checkpoint.compat_id, checkpoint.scope_id
         session.sampler, session.prompt = checkpoint.sampler, None
-        session.gate, session.chain = None, None
+        session.gate, session.chain, session.forget_at_ms = None, None, None
         parent = checkpoint.prompt_blocks[-1] if checkpoint.prompt_blocks else None
         chain = self._chain(checkpoint.compat_id, checkpoint.scope_id, parent)
         generated = chain.feed((*checkpoint.prompt_tail, *checkpoint.generated))

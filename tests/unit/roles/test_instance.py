@@ -550,6 +550,30 @@ def test_the_same_resume_again_is_accepted_again() -> None:
         assert world.status_of(request) == 202
 
 
+def test_a_session_that_comes_back_is_not_due_to_be_forgotten() -> None:
+    world = World()
+    world.begin(PROMPT)
+    world.run_jobs()
+    ((refused, _),) = world.calls(RecordCheckpoint)
+    world.answer(refused, Problem(STALE_EPOCH), 409)
+    world.ask(PC, ResumeSession(SESSION), ResumeRequest(epoch=2, checkpoint=checkpoint(())))
+    world.load(*KEYS)
+    world.run_jobs()
+    world.acknowledge_checkpoints()
+    world.later(70_000)
+    assert world.role._sessions.next_deadline_ms() is None
+
+
+def test_a_block_that_is_lost_while_it_is_pinned_is_not_kept_for_ever() -> None:
+    world = World()
+    world.ask(PC, PrefetchBlocks(), directive(KEYS[0]))
+    world.load(KEYS[0])
+    assert world.beside.kept
+    world.beside.lost(BlockName(MODEL.compat_id, SCOPE.scope_id, KEYS[0]), world.now_ms)
+    world.later(1)
+    assert not world.beside.kept
+
+
 # Shards
 
 
