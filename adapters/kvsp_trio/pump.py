@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import random
-import socket
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Final, Generic, TypeVar
 from urllib.parse import urlsplit
 
@@ -24,81 +23,14 @@ from kvsp_h2 import (
     secure_server,
 )
 from kvsp_h2.connection import Connection
-from kvsp_h2.frames import Buffer
 from kvsp_h2.pool import Pool, PoolLimits
+from kvsp_trio.streams import RECEIVE_BYTES, AnyStream, LoopSocket
 
 __all__ = ["Link", "Listener", "Network", "open_network"]
 
 HTTP = TypeVar("HTTP", bound=Connection)
 
-_RECEIVE_BYTES: Final = 256 << 10
 _BACKLOG: Final = 1024
-
-
-class _Socket:
-    """A socket that is read and written as far as goes without waiting."""
-
-    def __init__(self, stream: trio.SocketStream, memory: memoryview) -> None:
-        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket = socket.socket(fileno=stream.socket.detach())
-        self._socket.setblocking(False)
-        self._memory = memory
-        self._waited = True
-
-    async def receive(self) -> Buffer:
-        """Return what arrives, in memory that all sockets share: no other task runs before it is dealt
-        with."""
-        if not self._waited:
-            await trio.lowlevel.checkpoint()
-        self._waited = False
-        while True:
-            try:
-                return self._memory[: self._socket.recv_into(self._memory)]
-            except BlockingIOError:
-                await trio.lowlevel.wait_readable(self._socket)
-                self._waited = True
-
-    def send_some(self, octets: memoryview) -> int:
-        """Send what goes without waiting; return how many octets that was. Errors show in `send`."""
-        try:
-            return self._socket.send(octets)
-        except OSError:
-            return 0
-
-    async def send(self, octets: memoryview) -> None:
-        """Send the rest."""
-        while octets:
-            await trio.lowlevel.wait_writable(self._socket)
-            with suppress(BlockingIOError):
-                octets = octets[self._socket.send(octets) :]
-
-    async def aclose(self) -> None:
-        """Close it."""
-        trio.lowlevel.notify_closing(self._socket)
-        self._socket.close()
-
-
-class _Stream:
-    """Any other stream of trio's, such as those for tests."""
-
-    def __init__(self, stream: trio.abc.Stream) -> None:
-        self._stream = stream
-
-    async def receive(self) -> Buffer:
-        """Return what arrives."""
-        return await self._stream.receive_some(_RECEIVE_BYTES)
-
-    def send_some(self, octets: memoryview) -> int:
-        """Send nothing: it would have to wait."""
-        return 0
-
-    async def send(self, octets: memoryview) -> None:
-        """Send octets."""
-        await self._stream.send_all(octets)
-
-    async def aclose(self) -> None:
-        """Close it."""
-        await trio.aclose_forcefully(self._stream)
 
 
 class Link(Generic[HTTP]):
@@ -118,11 +50,11 @@ class Link(Generic[HTTP]):
         self.connection = connection
         self._network = network
         self._on_event = on_event
-        self._stream: _Socket | _Stream
+        self._stream: LoopSocket | AnyStream
         if isinstance(stream, trio.SocketStream):
-            self._stream = _Socket(stream, network.memory)
+            self._stream = LoopSocket(stream, network.memory)
         else:
-            self._stream = _Stream(stream)
+            self._stream = AnyStream(stream)
         self._links = links
         self._unsent = memoryview(b"")
         self._wake = trio.Event()
@@ -236,7 +168,7 @@ class Network:
 
     def __init__(self, nursery: trio.Nursery) -> None:
         self.nursery = nursery
-        self.memory = memoryview(bytearray(_RECEIVE_BYTES))
+        self.memory = memoryview(bytearray(RECEIVE_BYTES))
         self.scratch = memoryview(bytearray(SCRATCH_BYTES))
         self._parts: list[Listener | _Dialer] = []
         self._quiet = trio.Event()
