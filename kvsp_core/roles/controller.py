@@ -550,7 +550,9 @@ class Controller:
             self._work.emit(refuse(asked.request_id, problem))
             return
         ledger = self._sessions.get(operation.session) or self._opened_by(asked.client, checkpoint, now_ms)
-        if ledger is None:
+        if ledger is None or authorize(
+            self.policy, asked.client, operation, scope_id=ledger.record.scope_id
+        ):  # a session of a scope that is not the client's is, for it, not there
             self._work.emit(refuse(asked.request_id, _NO_SESSION))
             return
         event = sessions.CheckpointReceived(asked.client, checkpoint)

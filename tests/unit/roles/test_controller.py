@@ -703,6 +703,16 @@ def test_who_may_not_write_a_checkpoint(talk: Talk) -> None:
     assert talk.write(unknown) == "kvsp-not-found"
 
 
+def test_a_checkpoint_does_not_tell_whether_there_is_a_session_in_another_scope(talk: Talk) -> None:
+    talk.report(A)
+    placed = talk.place()
+    outside = {scope: ScopeRules(read=[FE, A] if scope == SCOPE else [C]) for scope in (SCOPE, OTHER_SCOPE)}
+    talk.controller.policy = Policy(
+        {FE: [RoleName.FRONT_END], **{i: [RoleName.INSTANCE] for i in (A, C)}}, outside
+    )
+    assert talk.write(placed, client=C, scope_id=OTHER_SCOPE) == "kvsp-not-found"
+
+
 def test_by_policy_a_first_checkpoint_opens_its_session() -> None:
     session = "6f1d0a9e-2c55-4d7e-9a0e-5b7f2f9f6a11"
     placed = PlacementAnswer(session=session, epoch=1, instance=A, request_ref="r")
