@@ -197,6 +197,8 @@ class BlockLoad:
         self._leases: dict[str, str | None] = {}
         # Holder -> fetches that wait for its lease.
         self._held_back: dict[str, tuple[Fetch, ...]] = {}
+        # Fetches that fail with the lease they waited for; empty between events.
+        self._failing: set[int] = set()
 
     @property
     def finished(self) -> bool:
@@ -265,6 +267,9 @@ class BlockLoad:
         return (AcquireLease(holder, self._lease_ms),)
 
     def _was_held_back(self, fetch: int) -> bool:
+        if fetch in self._failing:
+            self._failing.remove(fetch)
+            return True
         for holder, waiting in self._held_back.items():
             kept = tuple(each for each in waiting if each.fetch != fetch)
             if kept != waiting:
@@ -287,7 +292,12 @@ class BlockLoad:
             return ()
         del self._leases[holder]
         effects: list[Effect] = []
-        for fetch in self._held_back.pop(holder, ()):
+        waited = self._held_back.pop(holder, ())
+        self._failing = {fetch.fetch for fetch in waited}
+        for fetch in waited:
+            if fetch.fetch not in self._failing:
+                continue  # given up with one that failed before it
+            self._failing.remove(fetch.fetch)
             failed: retrieval.Event = retrieval.FetchFailed(fetch.fetch)
             if status is not None:
                 failed = retrieval.Refused(fetch.fetch, status)
@@ -300,6 +310,7 @@ class BlockLoad:
         granted = [(holder, lease) for holder, lease in self._leases.items() if lease is not None]
         self._leases = {holder: None for holder, lease in self._leases.items() if lease is None}
         self._held_back.clear()
+        self._failing.clear()
         return tuple(ReleaseLease(holder, lease) for holder, lease in granted)
 
     def freeze(self, now_ms: int) -> Frozen:

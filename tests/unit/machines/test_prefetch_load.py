@@ -95,6 +95,15 @@ def test_ranges_from_one_holder_share_its_lease() -> None:
     )
 
 
+def test_a_refused_lease_fails_each_range_that_waited_for_it_once() -> None:
+    machine, _ = started(replica(H1, 0, 1), replica(H1, 2, 3))
+    effects = machine.handle(LeaseRefused(H1, None), NOW)
+    assert [type(effect) for effect in effects] == [
+        LoadFailed
+    ]  # nothing was fetched, so nothing is cancelled
+    assert machine.finished
+
+
 def test_a_block_that_cannot_be_kept_has_no_use_for_other_sources() -> None:
     machine, _ = started(replica(H1), replica(H2))
     machine.handle(LeaseGranted(H1, "L"), NOW)
