@@ -17,6 +17,7 @@ import attrs
 
 from kvsp_core.answers import read_answer
 from kvsp_core.errors import RemoteProtocolError
+from kvsp_core.limits import MAX_LEASE_KEYS
 from kvsp_core.messages import LeaseGranted, LeaseRenewal, LeaseRequest
 from kvsp_core.resources import CreateLease, ReleaseLease, RenewLease, StoreBlock
 from kvsp_core.roles import engine
@@ -229,11 +230,11 @@ class Copies:
                 pass
 
     def _lease(self, run: _Run, kept: _Kept) -> None:
-        """Lease what was copied since the last time, in one lease."""
+        """Lease what was copied since the last time, as much as one lease may name."""
         if kept.leasing or not kept.unleased:
             return
         assert self._holder is not None
-        keys, kept.unleased = tuple(kept.unleased), []
+        keys, kept.unleased = tuple(kept.unleased[:MAX_LEASE_KEYS]), kept.unleased[MAX_LEASE_KEYS:]
         kept.leasing = True
         self._work.call(
             self._holder,

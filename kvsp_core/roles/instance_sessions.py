@@ -24,6 +24,7 @@ from kvsp_core.limits import MAX_INSTANCE_SESSIONS
 from kvsp_core.machines import output, prefetch, resume
 from kvsp_core.messages import CheckpointRecorded, PrefetchBlock, PrefetchDirective, ResumeRequest
 from kvsp_core.problems import (
+    BAD_REQUEST,
     INCOMPATIBLE,
     NOT_FOUND,
     PRECONDITION_REQUIRED,
@@ -140,6 +141,10 @@ class Sessions:
     def resume_session(self, request_id: int, name: str, body: ResumeRequest, now_ms: int) -> None:
         """Serve POST sessions/{session}/resume."""
         checkpoint = body.checkpoint
+        if checkpoint.session != name:
+            problem = Problem(BAD_REQUEST, "checkpoint.session: is not the session that the path names")
+            self._work.emit(refuse(request_id, problem))
+            return
         session = self._sessions.get(name) or ServedSession(name=name)
         refusal = self._refusal(checkpoint.compat_id, checkpoint.scope_id, session, now_ms)
         event = resume.ResumeReceived(epoch=body.epoch, checkpoint=checkpoint, refusal=refusal)

@@ -257,9 +257,9 @@ class Shards:
         model = self._models.get(shard.compat_id)
         if model is None:
             return []
-        size = model.block_tokens
-        blocks = (block for first, end in ranges for block in range(-(-first // size), end // size))
-        return [block for block in blocks if block < len(shard.keys)]
+        size, known = model.block_tokens, len(shard.keys)
+        spans = (range(-(-first // size), min(end // size, known)) for first, end in ranges)
+        return [block for span in spans for block in span]
 
     def _name_of(self, shard: _Shard, block: int) -> BlockName:
         return BlockName(shard.compat_id, shard.scope_id, shard.keys[block])

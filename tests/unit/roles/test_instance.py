@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 
 from kvsp_core.block_keys import block_keys
@@ -548,6 +549,13 @@ def test_the_same_resume_again_is_accepted_again() -> None:
     for _ in range(2):
         request, _ = world.ask(PC, ResumeSession(SESSION), body)
         assert world.status_of(request) == 202
+
+
+def test_a_resume_is_of_the_session_that_its_path_names() -> None:
+    world = World()
+    other = attrs.evolve(checkpoint(()), session="6f1d0a9e-2c55-4d7e-9a0e-000000000000")
+    request, _ = world.ask(PC, ResumeSession(SESSION), ResumeRequest(epoch=2, checkpoint=other))
+    assert world.status_of(request) == 400
 
 
 def test_a_session_that_comes_back_is_not_due_to_be_forgotten() -> None:
