@@ -10,10 +10,12 @@ from typing import Final
 import attrs
 
 from kvsp_core.records import Shard
+from kvsp_sim.cluster import BLOCK_BYTES
 from kvsp_sim.explored_node import ExploredNode
 from kvsp_sim.explorer import Bounds
 from kvsp_sim.host import Start
-from kvsp_sim.properties import Properties
+from kvsp_sim.lease_group import HOLDER, TIER, LeaseClient, RoomSeeker, lease_holder
+from kvsp_sim.properties import LeasesHold, Properties
 from kvsp_sim.reshard_group import BLOCK_TOKENS, Coordinator, Member, PlainEngine
 from kvsp_sim.witness import Witness
 
@@ -43,8 +45,8 @@ def _maps(members: Sequence[str]) -> tuple[tuple[Shard, ...], ...]:
     return halves, moved
 
 
-def _reshard(members: int) -> tuple[Sequence[ExploredNode], Properties]:
-    properties = Properties()
+def _reshard(crashes: str, members: int) -> tuple[Sequence[ExploredNode], Properties]:
+    properties = Properties(timed=False)
     witness = Witness(properties)
     coordinator = "https://controller/"
     names = [f"https://member{number}/" for number in range(members)]
@@ -55,13 +57,13 @@ def _reshard(members: int) -> tuple[Sequence[ExploredNode], Properties]:
     def take_part(name: str, start: Start) -> Member:
         return Member(start, name, coordinator)
 
-    nodes = [ExploredNode(coordinator, coordinate, witness=witness, can_crash=True)]
+    nodes = [ExploredNode(coordinator, coordinate, witness=witness, can_crash=crashes == "controller")]
     nodes += [
         ExploredNode(
             name,
             partial(take_part, name),
             witness=witness,
-            can_crash=True,
+            can_crash=crashes == "member" and name == names[-1],
             engine=lambda _: PlainEngine(),
         )
         for name in names
@@ -69,13 +71,51 @@ def _reshard(members: int) -> tuple[Sequence[ExploredNode], Properties]:
     return nodes, properties
 
 
+def _lease(members: int) -> tuple[Sequence[ExploredNode], Properties]:
+    properties = Properties(timed=False)
+    witness = Witness(properties, block_bytes=BLOCK_BYTES)
+    names = tuple(f"https://client{number}/" for number in range(members))
+    seeker = "https://seeker/"
+
+    def client(number: int, _: Start) -> LeaseClient:
+        return LeaseClient(names[number], stores=number == 0)
+
+    nodes = [
+        ExploredNode(
+            HOLDER,
+            partial(lease_holder, (*names, seeker)),
+            witness=witness,
+            local=(LeasesHold(),),
+            can_crash=True,
+            tiers=(TIER,),
+            once=frozenset({"leases"}),
+            surviving=(TIER,),
+        ),
+        ExploredNode(seeker, lambda _: RoomSeeker(seeker), witness=witness),
+    ]
+    nodes += [ExploredNode(names[n], partial(client, n), witness=witness) for n in range(members)]
+    return nodes, properties
+
+
 CONFIGURATIONS: Final[Mapping[str, Configuration]] = MappingProxyType(
     {
         "reshard": Configuration(
-            about="a group that reshards twice, its controller and its members crashing",
+            about="a group that reshards twice, its controller crashing before and after its decision",
+            bounds=Bounds(crashes=2),
+            members=3,
+            build=partial(_reshard, "controller"),
+        ),
+        "reshard-member": Configuration(
+            about="a group that reshards twice, the member that gains a range crashing",
             bounds=Bounds(crashes=1),
             members=3,
-            build=_reshard,
+            build=partial(_reshard, "member"),
+        ),
+        "lease": Configuration(
+            about="clients that lease a block of a holder with room for one, and one that wants the room",
+            bounds=Bounds(crashes=1, timers=3),
+            members=2,
+            build=_lease,
         ),
     }
 )

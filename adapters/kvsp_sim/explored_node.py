@@ -197,7 +197,9 @@ class ExploredNode:
 
     `local` are properties that see this node's facts only, such as those that compare times of its clock.
     `tiers` are empty at first; those in `surviving` outlive a crash. What storage and engine do is done at
-    once, but for what the engine does under a name in `waits`, which is an event of its own.
+    once, but for what the engine does under a name in `waits`, which is an event of its own. A POST whose
+    path is in `once` arrives once at most: HTTP does not send it again by itself, and each arrival makes
+    something new.
     """
 
     def __init__(
@@ -212,6 +214,7 @@ class ExploredNode:
         surviving: tuple[str, ...] = (),
         engine: Callable[[ExploredNode], Engine] | None = None,
         waits: frozenset[str] = frozenset(),
+        once: frozenset[str] = frozenset(),
         now_ms: int = 1_000,
     ) -> None:
         self.base_uri = base_uri
@@ -235,6 +238,8 @@ class ExploredNode:
         self._surviving = surviving
         self._make_engine = engine
         self._waits = waits
+        self._once = once
+        self.arrived: set[Question] = set()
         self._witness = witness
         self._messages: list[Message] = []
         self._inputs: deque[Input] = deque()
@@ -251,11 +256,11 @@ class ExploredNode:
         new.__dict__.update(self.__dict__)
         changing = (
             self.role, self.stored, self.calls, self.requests, self.buffers, self.pending, self.held,
-            self.tiers, self.engine, self._octets, self.local,
+            self.tiers, self.engine, self._octets, self.local, self.arrived,
         )  # fmt: skip
         (
             new.role, new.stored, new.calls, new.requests, new.buffers, new.pending, new.held,
-            new.tiers, new.engine, new._octets, new.local,
+            new.tiers, new.engine, new._octets, new.local, new.arrived,
         ) = copied(changing, owner=self, new_owner=new)  # fmt: skip
         new._messages = []
         new._inputs = deque()
@@ -266,7 +271,7 @@ class ExploredNode:
         """Return the state as a hashable value."""
         state = (
             self.role, self.life, self.stored, self.calls, self.requests, self.buffers, self.pending,
-            self.held, self.persisting, self.tiers, self.engine, self._octets,
+            self.held, self.persisting, self.tiers, self.engine, self._octets, self.arrived,
         )  # fmt: skip
         return frozen(state, self.now_ms, owner=self), tuple(one.freeze(self.now_ms) for one in self.local)
 
@@ -292,6 +297,8 @@ class ExploredNode:
         question while no copy of it is being answered.
         """
         if isinstance(message, Question):
+            if message in self.arrived:
+                return False
             return all(request.question != message for request in self.requests.values())
         open_call = self.calls.get(message.question.call_id)
         return (
@@ -391,6 +398,8 @@ class ExploredNode:
     def _ask(self, question: Question) -> None:
         request_id = next(number for number in count(1) if number not in self.requests)
         self.requests[request_id] = _OpenRequest(question)
+        if question.request.method == "POST" and question.request.path in self._once:
+            self.arrived.add(question)
         self._inputs.append(RequestReceived(request_id, question.source, question.request))
 
     def _answer(self, answer: Answer) -> None:

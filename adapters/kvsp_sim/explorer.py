@@ -288,7 +288,8 @@ def _describe_message(message: Message) -> str:
         status = f"{message.response.status} " if message.response else ""
         what = f"{status}from {question.target} on call {question.call_id} ({request_line(question.request)})"
         octets = message.data
-    return f"{what} {octets[:200].decode('latin-1')}".rstrip()
+    text = octets[:200].decode("latin-1")
+    return f"{what} {text if text.isprintable() else f'{len(octets)} octets'}".rstrip()
 
 
 MAX_STATES: Final = 5_000_000

@@ -18,6 +18,8 @@ from typing import Any, Final
 
 import attrs
 
+from kvsp_core.roles.work import Numbers
+
 __all__ = ["copied", "frozen"]
 
 _PLAIN: Final = frozenset({int, str, bytes, bool, float, type(None), type, range})
@@ -140,6 +142,8 @@ def _freeze(value: Any, name: str, now_ms: int, inside: list[int]) -> Hashable:
             return ("in", value - now_ms)
         plain: Hashable = value
         return plain
+    if kind is Numbers:
+        return ()  # counters: what is numbered by them and still open is in the state by its number
     if isinstance(value, _OPAQUE) or _is_timeless(kind):  # type: ignore[arg-type]
         itself: Hashable = value
         return itself

@@ -169,6 +169,7 @@ class Witness:
         self._holders: dict[str, str] = {}
         self._streams_by_prompt: dict[tuple[int, ...], Hashable] = {}
         self._streams: dict[str, Hashable] = {}
+        self._given_up: set[str] = set()  # sessions that their front end asked to end
         self._faulty: set[tuple[str, str]] = set()
         self._answers: dict[tuple[str, str], Callable[[Leg, Respond, bytes], None]] = {
             ("PUT", "replicas"): self._record_taken,
@@ -209,6 +210,8 @@ class Witness:
                 generated = tuple(resume.checkpoint.generated)
                 self.observe(SessionOwned(session=session, epoch=resume.epoch, instance=call.base_uri))
                 self.observe(SessionResumed(session=session, epoch=resume.epoch, generated=generated))
+        elif request.method == "DELETE" and path.startswith("ext/sessions/"):
+            self._given_up.add(path.split("/")[2])
         elif request.method == "DELETE" and path.startswith("replicas/"):
             holder, key = path.split("/")[1:]
             self.observe(WithdrawalSent(holder=self._holder(holder), block=key))
@@ -363,7 +366,7 @@ class Witness:
                     generated=tuple(checkpoint.generated),
                 )
             )
-        elif effect.response.status == 404:
+        elif effect.response.status == 404 and session not in self._given_up:
             self.observe(SessionUnknown(session=session))
 
     def _placed(self, leg: Leg, effect: Respond, body: bytes) -> None:
@@ -375,7 +378,7 @@ class Witness:
         parts = leg.exchange.request.path.split("/")
         if len(parts) != 3:
             return
-        if effect.response.status == 404:
+        if effect.response.status == 404 and parts[2] not in self._given_up:
             self.observe(SessionUnknown(session=parts[2]))
         elif effect.response.is_success:
             told = _read_session(body)
