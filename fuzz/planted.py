@@ -103,7 +103,7 @@ def _look(tree: Path, command: Sequence[str], breaks: Sequence[str]) -> str | No
     )
     if done.returncode == 0:
         return "it was not found"
-    if not any(f"{name}:" in done.stdout for name in breaks):
+    if not any(f"{name}{mark}" in done.stdout for name in breaks for mark in (":", " at ")):
         said = (done.stdout + done.stderr).strip().splitlines()
         return f"something else was found: {said[-1] if said else 'nothing was said'}"
     return None

@@ -10,7 +10,7 @@ ALL = planted.read_planted()
 
 
 def test_every_planted_fault_says_what_finds_it() -> None:
-    assert len(ALL) >= 10
+    assert len(ALL) >= 9
     assert all(fault.commands and fault.breaks for fault in ALL)
 
 
