@@ -96,6 +96,7 @@ def _run(directory: Path, model_dir: Path, fast: bool, loop: str, report_file: P
         steps = Story(cluster, watcher, FAST if fast else REAL, document()).tell(said)
         watcher.stop()
     title = f"KVSP on {model_dir.name}"
+    report_file.parent.mkdir(parents=True, exist_ok=True)
     report_file.write_text(report(title, steps, watcher.samples, watcher.marks))
     checks = [check for step in steps for check in step.checks]
     held = sum(check.held for check in checks)

@@ -8,19 +8,23 @@ from pathlib import Path
 from typing import Final
 
 import attrs
+import numpy as np
 
 from kvsp_core.block_keys import block_keys
 from kvsp_core.errors import KVSPError
+from kvsp_core.machines.reshard_plan import Transition
 from kvsp_core.messages import DirectiveStatus, PrefetchBlock, PrefetchDirective
 from kvsp_core.records import Sampler
 from kvsp_core.resources import GetDirective, PrefetchBlocks
 from kvsp_core.roles.engine import SequenceEnded, StartSequence, TokensDecoded
 from kvsp_engines.engine import NumpyEngine
+from kvsp_engines.llama import Array
 from kvsp_engines.text import TextCodec
 from kvsp_h2 import Credentials
 from kvsp_services.asking import ask, ask_for, expect_success
 from kvsp_services.demo.client import Client, Reply
 from kvsp_services.demo.cluster import INSTANCES, Cluster, wait_until
+from kvsp_services.demo.sharding import SplitContext
 from kvsp_services.demo.watching import Watcher
 
 __all__ = ["FAST", "REAL", "Check", "Scale", "Step", "Story", "document"]
@@ -384,7 +388,48 @@ class Story:
     # 5
 
     def _reshard(self, step: Step) -> None:
-        step.not_built = "this version's commands do not reshard yet; the machines and roles for it are there"
+        cluster = self._cluster
+        tokens = self._codec.encode("Another text.\n\n" + self._document)
+        context = SplitContext(cluster, tokens, self._scale.patience_s)
+        whole = context.store()
+        self._compute(step, context, whole, INSTANCES, "three")
+        held = context.held(INSTANCES)
+        step.check(
+            "no instance holds the whole",
+            max(held.values()) < len(context.keys) <= sum(held.values()),
+            ", ".join(f"{name} {count}" for name, count in held.items()) + f" of {len(context.keys)} blocks",
+        )
+        before = self._counted("fetched_tokens")
+        moved = self._compute(step, context, whole, INSTANCES[:2], "two")
+        after = self._counted("fetched_tokens")
+        fetched = int(sum(after.values()) - sum(before.values()))
+        step.check(
+            "what moves is the planner's minimum, and what is retained does not move",
+            fetched == moved.moved_tokens == held[INSTANCES[2]] * cluster.descriptor.block_tokens,
+            f"{fetched} tokens ({context.octets_of(fetched)} octets) of KV moved, planned"
+            f" {moved.moved_tokens}; {moved.retained_tokens} retained",
+        )
+        context.split(())
+
+    def _compute(
+        self, step: Step, context: SplitContext, whole: Array, names: Sequence[str], number: str
+    ) -> Transition:
+        """Split the context over instances, and compare the next token's logits with the unsharded ones."""
+        began = time.monotonic()
+        transition = context.split(names)
+        took_s = time.monotonic() - began
+        for name in names:
+            self._watcher.mark(name, "shard")
+        merged = context.logits()
+        difference = float(np.abs(merged - whole).max())
+        step.check(
+            f"over {number} instances, the next token's logits are the unsharded ones",
+            difference <= 1e-4 * float(np.abs(whole).max()) and int(merged.argmax()) == int(whole.argmax()),
+            ", ".join(f"{name} {count}" for name, count in context.shares().items())
+            + f" tokens; largest difference {difference:.1e} of {float(np.abs(whole).max()):.3g};"
+            f" split in {took_s:.2f} s",
+        )
+        return transition
 
     # 6
 
