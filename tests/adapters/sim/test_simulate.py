@@ -14,7 +14,8 @@ from kvsp_sim.simulate import Options, Outcome, run_seed
 
 CHUNK = 25
 SEEDS = 200
-MORE_SEEDS = 2_000
+MORE_SEEDS = 500
+MANY_SEEDS = 10_000
 
 FAILED_ONCE: tuple[tuple[int, Options], ...] = ((6, Options()), (70, Options()), (522, Options()))
 """Seeds that found a fault. They hold now, and stay."""
@@ -32,6 +33,13 @@ def test_every_seed_holds(first: int) -> None:
 
 @pytest.mark.verify
 @pytest.mark.parametrize("first", range(SEEDS, MORE_SEEDS, 4 * CHUNK))
+def test_more_seeds_hold(first: int) -> None:
+    for seed in range(first, first + 4 * CHUNK):
+        check(run_seed(seed, Options()))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(MORE_SEEDS, MANY_SEEDS, 4 * CHUNK))
 def test_many_more_seeds_hold(first: int) -> None:
     for seed in range(first, first + 4 * CHUNK):
         check(run_seed(seed, Options()))
