@@ -430,4 +430,6 @@ class Leg:
         self.open = False
         self.connection.riders.pop(self, None)
         self.server.requests.pop(self.request_id, None)
+        if not self.responded:
+            self.server.left[self.request_id] = self
         self.server.deliver(RequestEnded(self.request_id, complete, self.sent_bytes if self.responded else 0))

@@ -210,6 +210,7 @@ class Host:
         self.lies: Callable[[bytes, Response], tuple[bytes, Response]] | None = None
         self.calls: dict[int, Exchange] = {}
         self.requests: dict[int, Leg] = {}
+        self.left: dict[int, Leg] = {}  # whose client is gone, and which the role may still answer
         self.buffers: dict[int, bytes] = {}
         self.engine: SimulatedEngine | None = None
         self._factory = factory
@@ -266,6 +267,7 @@ class Host:
             tier.crash()
         self.calls.clear()
         self.requests.clear()
+        self.left.clear()
         self.buffers.clear()
         self._held.clear()
         self._persisting = 0
@@ -406,6 +408,11 @@ class Host:
         leg = self.requests.get(effect.request_id)
         if leg is not None:
             leg.respond(effect, self.octets(effect.body))
+            return
+        leg = self.left.pop(effect.request_id, None)
+        if leg is not None:  # nobody hears it, but what was asked for is done
+            body = effect.body if isinstance(effect.body, bytes) else b""
+            self.witness.responded(leg, effect, body)
 
     def _send(self, effect: Send) -> None:
         leg = self.requests.get(effect.request_id)

@@ -217,7 +217,7 @@ class Witness:
             self.observe(WithdrawalSent(holder=self._holder(holder), block=key))
 
     def responded(self, leg: Leg, effect: Respond, body: bytes) -> None:
-        """A role answers a request."""
+        """A role answers a request, whether its client still hears it or not."""
         request = leg.exchange.request
         kind = request.path.removeprefix("ext/").split("/", 1)[0]
         handler = self._answers.get((request.method, kind))
@@ -311,8 +311,8 @@ class Witness:
             self.observe(Disclosed(client=leg.client, scope=scope))
 
     def _lease_granted(self, leg: Leg, effect: Respond, body: bytes) -> None:
-        if effect.response.status != 201 or not leg.connection.open:
-            return
+        if effect.response.status != 201 or not leg.open or not leg.connection.open:
+            return  # nobody holds a lease that nobody was told of
         granted = _read_granted(body)
         keys = _read_lease(leg.exchange.body).block_keys
         now_ms = leg.server.now_ms

@@ -121,6 +121,18 @@ def test_a_paused_process_takes_in_afterwards_what_came() -> None:
     assert register_of(toy).value > 5
 
 
+def test_a_witness_sees_what_is_done_for_a_client_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    toy, seen = Toy(), []
+    monkeypatch.setattr(toy.cluster.witness, "responded", lambda leg, effect, body: seen.append(leg))
+    toy.register.process.pause()
+    toy.world.run(until_us=200_000)
+    gone = len(heard(toy, CallFailed))
+    assert gone > 10
+    toy.register.process.proceed()
+    toy.world.run(until_us=400_000)
+    assert sum(not leg.exchange.open for leg in seen) >= gone
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_happens_each_call_ends_once_and_nothing_acknowledged_is_lost(seed: int) -> None:
     toy = run_with_faults(seed)
