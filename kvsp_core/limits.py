@@ -51,6 +51,7 @@ __all__ = [
     "MAX_PLACED_MS",
     "MAX_PLACEMENT_MS",
     "MAX_QUARANTINED",
+    "MAX_REMEMBERED_SHARD_MAPS",
     "MAX_REPLICAS_PER_KEY",
     "MAX_REPLICA_TTL_MS",
     "MAX_RESUME_ATTEMPTS",
@@ -262,7 +263,12 @@ MAX_INSTANCE_SESSIONS: Final = 4096
 """Sessions an instance has or remembers at a time; one more is 503."""
 
 MAX_INSTANCE_SHARD_MAPS: Final = 256
-"""Shard maps an instance takes part in or remembers; a plan for one more is 503."""
+"""Shard maps an instance takes part in; a plan for one more is 503."""
+
+MAX_REMEMBERED_SHARD_MAPS: Final = 4096
+"""Shard maps of which an instance holds nothing and remembers the highest version; beyond it the one heard of
+longest ago is forgotten."""
+
 REPLICA_TTL_MS: Final = 600_000
 """How long a holder asks the index to keep its records; it refreshes them at a third of that (PB-3)."""
 
@@ -280,6 +286,7 @@ MAX_INCOMING_BLOCKS: Final = 64
 
 MAX_LEASE_KEYS: Final = 8192
 """Block keys in one lease; more is 413."""
+
 MAX_SHARD_MAPS: Final = 10_000
 """Shard maps a controller keeps; one more raises `LimitExceeded`."""
 

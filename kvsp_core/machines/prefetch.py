@@ -16,7 +16,6 @@ Few blocks load at a time, the earliest deadline first, so that loading does not
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias, assert_never
 
@@ -57,6 +56,7 @@ __all__ = [
     "Submit",
     "Timer",
     "Unpin",
+    "Withdraw",
 ]
 
 
@@ -118,11 +118,20 @@ class RequestArrived:
 
 
 @attrs.frozen
+class Withdraw:
+    """Nobody wants this directive any more: stop loading for it, let go of what it pins, forget it."""
+
+    directive: str
+
+
+@attrs.frozen
 class Timer:
     """A deadline may have passed; a spurious one changes nothing."""
 
 
-Event: TypeAlias = Submit | LookupAnswered | LookupFailed | LoadReport | Evicted | RequestArrived | Timer
+Event: TypeAlias = (
+    Submit | LookupAnswered | LookupFailed | LoadReport | Evicted | RequestArrived | Withdraw | Timer
+)
 
 
 # Effects
@@ -209,7 +218,10 @@ Effect: TypeAlias = (
 
 _ABSENT, _PENDING = DirectiveState.ABSENT, DirectiveState.PENDING
 _ENDED = (DirectiveState.PARTIAL, DirectiveState.COMPLETE, DirectiveState.FAILED)
-_EVENTS: Final = (Submit, LookupAnswered, LookupFailed, LoadReport, Evicted, RequestArrived, Timer)
+_EVENTS: Final = (
+    *(Submit, LookupAnswered, LookupFailed, LoadReport),
+    *(Evicted, RequestArrived, Withdraw, Timer),
+)
 
 TABLE: Final = Table(
     "prefetch directive",
@@ -222,9 +234,17 @@ TABLE: Final = Table(
             **dict.fromkeys(_EVENTS, to(_PENDING, *_ENDED)),
             Submit: to(_PENDING),
             RequestArrived: to(_PENDING),
+            Withdraw: to(_ABSENT),
         },
         # A terminal state stays until the directive is forgotten.
-        **{ended: {**dict.fromkeys(_EVENTS, to(ended)), Timer: to(ended, _ABSENT)} for ended in _ENDED},
+        **{
+            ended: {
+                **dict.fromkeys(_EVENTS, to(ended)),
+                Withdraw: to(_ABSENT),
+                Timer: to(ended, _ABSENT),
+            }
+            for ended in _ENDED
+        },
     },
 )
 
@@ -286,7 +306,7 @@ class PrefetchTable:
         self._pending_blocks = 0
         self.pending = 0
         """How many directives are being worked on."""
-        self._ended: deque[str] = deque()
+        self._ended: dict[str, None] = {}
         self._kept_blocks = 0
         self._wanted: dict[str, _Wanted] = {}
         self._jobs: dict[int, tuple[str, BlockLoad]] = {}
@@ -370,6 +390,8 @@ class PrefetchTable:
             case RequestArrived(request_ref):
                 for name in self._by_ref.get(request_ref, ()):
                     self._unpin_all(self._directives[name], emit)
+            case Withdraw(name):
+                self._withdraw(name, emit)
             case Timer():
                 pass
             case _:
@@ -381,7 +403,7 @@ class PrefetchTable:
         match event:
             case Submit(directive=message):
                 return self.state_of(message.directive)
-            case LookupAnswered(name) | LookupFailed(name):
+            case LookupAnswered(name) | LookupFailed(name) | Withdraw(name):
                 return self.state_of(name)
             case _:
                 return _ABSENT
@@ -478,15 +500,22 @@ class PrefetchTable:
         directive.forget_at_ms = self._now_ms + self.limits.kept_ms
         heapq.heappush(self._deadlines, (directive.due_ms(), directive.order, directive.name))
         emit(Ended(directive.name, state, len(directive.loaded), len(directive.blocks)))
-        self._ended.append(directive.name)
+        self._ended[directive.name] = None
         self._kept_blocks += len(directive.blocks)
         while self._kept_blocks > self.limits.kept_blocks:
-            self._forget(self._directives[self._ended[0]], emit)
+            self._forget(self._directives[next(iter(self._ended))], emit)
+
+    def _withdraw(self, name: str, emit: _Emit) -> None:
+        directive = self._directives.get(name)
+        if directive is not None and directive.pending:
+            self._end(directive, directive.outcome(), emit)
+        if name in self._directives:
+            self._forget(self._directives[name], emit)
 
     def _forget(self, directive: Directive, emit: _Emit) -> None:
-        """Drop an ended directive; they end and are forgotten in the same order."""
+        """Drop an ended directive."""
         self._unpin_all(directive, emit)
-        self._ended.remove(directive.name)
+        del self._ended[directive.name]
         self._kept_blocks -= len(directive.blocks)
         del self._directives[directive.name]
         for block in directive.blocks:
@@ -662,7 +691,7 @@ class PrefetchTable:
         for number, key, of_job in frozen.jobs:
             self._jobs[number] = (key, BlockLoad.thaw(of_job, now_ms))
             self.loads += of_job.state is not load.LoadState.OVER
-        self._ended.extend(frozen.ended)
+        self._ended = dict.fromkeys(frozen.ended)
         self._ready = [(due + now_ms, order, place, key) for due, order, place, key in frozen.ready]
         self._next_job = frozen.next_job
         self._next_order = frozen.next_order

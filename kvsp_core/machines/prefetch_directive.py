@@ -111,15 +111,15 @@ class Directive:
         self.most = most
 
     def next_lookup(self, most: int) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-        """Return the keys to look up next, at most so many, and the holders whose records count; None if all
-        are known."""
+        """Return the keys to look up next, at most so many, and the holders whose records have to be among
+        those returned; None if all are known."""
         self.asked = min(len(self.unasked), self.most, most)
         if not self.asked:
             return None
         keys = tuple(itertools.islice(self.unasked, self.asked))
         sources = [self.blocks[self.places[key]].sources for key in keys]
         if self.any_source and not all(sources):
-            return keys, ()
+            return keys, self.producers or ()
         return keys, tuple(dict.fromkeys((*itertools.chain(*sources), *(self.producers or ()))))
 
     def looked_up(

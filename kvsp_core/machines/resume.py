@@ -38,6 +38,7 @@ __all__ = [
     "LoadBlocks",
     "Loading",
     "NeedsPrompt",
+    "PrefixLost",
     "PromptReceived",
     "Refused",
     "ResumeReceived",
@@ -132,6 +133,17 @@ class BlocksLoaded:
     blocks: int
 
 
+@attrs.frozen(kw_only=True)
+class PrefixLost:
+    """Blocks that were loaded, of a prompt that is not known here, got lost on their way into the engine,
+    before anything was computed: so many leading ones are left. `checkpoint` is what it is resumed from.
+    """
+
+    epoch: int
+    checkpoint: SessionCheckpoint = attrs.field(repr=False)
+    blocks: int
+
+
 @attrs.frozen
 class PromptReceived:
     """A front end brought the prompt. `matches` says whether its block keys and tail are the
@@ -154,7 +166,9 @@ class Timer:
     """A deadline may have passed; a spurious one changes nothing."""
 
 
-Event: TypeAlias = BeginReceived | ResumeReceived | BlocksLoaded | PromptReceived | SessionEnded | Timer
+Event: TypeAlias = (
+    BeginReceived | ResumeReceived | BlocksLoaded | PrefixLost | PromptReceived | SessionEnded | Timer
+)
 
 
 # Effects
@@ -218,7 +232,7 @@ Effect: TypeAlias = Accepted | Refused | AbortEpoch | LoadBlocks | AskPrompt | S
 TABLE: Final = Table(
     "session at an instance",
     states=(Absent, Loading, NeedsPrompt, Serving, Ended),
-    events=(BeginReceived, ResumeReceived, BlocksLoaded, PromptReceived, SessionEnded, Timer),
+    events=(BeginReceived, ResumeReceived, BlocksLoaded, PrefixLost, PromptReceived, SessionEnded, Timer),
     cells={
         Absent: {
             BeginReceived: to(Serving, Absent),
@@ -245,6 +259,7 @@ TABLE: Final = Table(
             BeginReceived: to(Serving),
             ResumeReceived: to(Serving, Loading),
             BlocksLoaded: to(Serving),
+            PrefixLost: to(Serving, NeedsPrompt),
             PromptReceived: to(Serving),
             SessionEnded: to(Serving, Ended),
             Timer: to(Serving),
@@ -280,6 +295,9 @@ def transition(
         case BlocksLoaded(epoch, blocks):
             if isinstance(state, Loading) and epoch == state.epoch:
                 return _start(state, blocks, block_tokens, now_ms + prompt_wait_ms)
+        case PrefixLost():
+            if isinstance(state, Serving) and event.epoch == state.epoch:
+                return _ask(state, event.checkpoint, event.blocks, now_ms + prompt_wait_ms)
         case PromptReceived(epoch, matches):
             return _prompt(state, epoch, matches, block_tokens)
         case SessionEnded(epoch):
@@ -320,8 +338,9 @@ def _resume(state: State, event: ResumeReceived) -> _Result:
 
 
 def _abort(state: State) -> tuple[Effect, ...]:
-    """End what an older epoch still does, before a newer one begins (MG-3)."""
-    return () if isinstance(state, Absent | Ended) else (AbortEpoch(state.epoch),)
+    """End what an older epoch still does, before a newer one begins (MG-3). Of one that is over, a stream
+    or the last blocks may still be on their way."""
+    return () if isinstance(state, Absent) else (AbortEpoch(state.epoch),)
 
 
 def _start(state: Loading, blocks: int, block_tokens: int, deadline_ms: int) -> _Result:
@@ -331,15 +350,19 @@ def _start(state: Loading, blocks: int, block_tokens: int, deadline_ms: int) -> 
     # The last token is computed in any case: the next one is drawn from what it gives.
     cached = min(blocks, (prompt_blocks * block_tokens + known - 1) // block_tokens)
     if cached < prompt_blocks and not state.has_prompt:
-        waiting = NeedsPrompt(
-            epoch=state.epoch,
-            content=state.content,
-            checkpoint=checkpoint,
-            blocks=cached,
-            deadline_ms=deadline_ms,
-        )
-        return waiting, (AskPrompt(state.epoch),)
+        return _ask(state, checkpoint, cached, deadline_ms)
     return _serve(state, cached)
+
+
+def _ask(state: Loading | Serving, checkpoint: SessionCheckpoint, blocks: int, deadline_ms: int) -> _Result:
+    waiting = NeedsPrompt(
+        epoch=state.epoch,
+        content=state.content,
+        checkpoint=checkpoint,
+        blocks=blocks,
+        deadline_ms=deadline_ms,
+    )
+    return waiting, (AskPrompt(state.epoch),)
 
 
 def _serve(state: Loading | NeedsPrompt, cached: int) -> _Result:

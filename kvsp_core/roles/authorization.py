@@ -239,6 +239,13 @@ class Policy:
         """Return what a scope allows: nothing where the policy does not name it."""
         return self._scopes.get(scope_id, _NO_RULES)
 
+    def producers(self, scope_id: str) -> tuple[str, ...]:
+        """Return the holders whose digests alone count in a scope, in order; none where all do (SE-2).
+
+        A lookup names them, so that their records are among those returned.
+        """
+        return tuple(sorted(self.scope(scope_id).producers))
+
     def stands(self, principal: str, relation: Relation, named: str) -> bool:
         """Return whether a principal stands in a relation to a holder or instance, by its identifier."""
         match relation:

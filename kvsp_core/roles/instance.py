@@ -211,7 +211,7 @@ class Instance:
             table=PrefetchTable(bounds),
             call_timeout_ms=self.settings.call_timeout_ms,
             fetch_timeout_ms=self.settings.fetch_timeout_ms,
-            trusted=lambda records: self.policy.trusted(records),
+            policy=lambda: self._policy,
         )
 
     def _shared_scopes(self, client: str) -> Iterable[str]:
@@ -395,14 +395,7 @@ class Instance:
             problem = Problem(SCOPE_DENIED, "scope_id: this instance is not in the scope")
             self._work.emit(refuse(request_id, problem))
             return
-        submit = prefetch.Submit(
-            directive=message,
-            held=self._prefetches.held(message),
-            layers=model.layers,
-            block_tokens=model.block_tokens,
-            producers=tuple(sorted(self.policy.scope(message.scope_id).producers)) or None,
-        )
-        for effect in self._prefetches.handle(submit, now_ms):
+        for effect in self._prefetches.submit(message, model, now_ms):
             match effect:
                 case prefetch.Accepted(directive):
                     location = f"prefetch/{directive}"

@@ -90,6 +90,11 @@ class Imports:
         for buffer, _ in each.read.values():
             self._work.free(buffer)
 
+    @property
+    def any_done(self) -> bool:
+        """Whether an import has ended that was not taken."""
+        return bool(self._done)
+
     def take_done(self) -> tuple[tuple[Run, int], ...]:
         """Return the imports that have ended since the last time, and how many blocks each brought in."""
         done, self._done = tuple(self._done), []

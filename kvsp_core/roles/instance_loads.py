@@ -7,14 +7,14 @@ directives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 
 import attrs
 
 from kvsp_core.answers import read_answer, read_outcome
 from kvsp_core.container_header import ContainerHeader
 from kvsp_core.errors import RemoteProtocolError
-from kvsp_core.identity import component_id
+from kvsp_core.identity import CompatibilityDescriptor, component_id
 from kvsp_core.machines import prefetch, prefetch_load, retrieval
 from kvsp_core.machines.prefetch import PrefetchTable
 from kvsp_core.messages import (
@@ -22,12 +22,14 @@ from kvsp_core.messages import (
     LeaseRequest,
     LookupAnswer,
     LookupRequest,
+    PrefetchBlock,
     PrefetchDirective,
     Withdrawal,
 )
 from kvsp_core.problems import Problem
 from kvsp_core.records import ReplicaRecord
 from kvsp_core.resources import CreateLease, GetBlock, Lookup, ReleaseLease, WithdrawReplica
+from kvsp_core.roles.authorization import Policy
 from kvsp_core.roles.instance_meter import Meter
 from kvsp_core.roles.local_blocks import BlockAdded, BlockGone, BlockNotAdded, LocalBlocks, News
 from kvsp_core.roles.role import (
@@ -89,7 +91,7 @@ class _Received:
 class Loads:
     """One table of directives, and what it has under way. `name` tells its calls from those of others.
 
-    `trusted` returns those of some replicas that may be loaded (SE-2).
+    `policy` returns whose blocks may be used now (SE-2).
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class Loads:
         table: PrefetchTable,
         call_timeout_ms: int,
         fetch_timeout_ms: int,
-        trusted: Callable[[Iterable[ReplicaRecord]], tuple[ReplicaRecord, ...]] = tuple,
+        policy: Callable[[], Policy],
     ) -> None:
         self.name = name
         self.table = table
@@ -113,7 +115,7 @@ class Loads:
         self._index_uri = index_uri
         self._call_timeout_ms = call_timeout_ms
         self._fetch_timeout_ms = fetch_timeout_ms
-        self._trusted = trusted
+        self._policy = policy
         self._lookups: dict[str, int] = {}
         self._fetches: dict[tuple[int, int], int] = {}  # (job, fetch) -> call
         self._fetching: dict[int, _FetchFor] = {}  # buffer -> for what
@@ -121,11 +123,6 @@ class Loads:
         self._stores: dict[int, int] = {}  # ticket -> job
         self._pinned: dict[str, BlockName] = {}
         self._ended: list[prefetch.Ended] = []
-
-    def held(self, message: PrefetchDirective) -> frozenset[str]:
-        """Return the blocks of a directive that are held here."""
-        names = (BlockName(message.compat_id, message.scope_id, b.block_key) for b in message.blocks)
-        return frozenset(name.block_key for name in names if self._blocks.tier_of(name) is not None)
 
     def handle(self, event: prefetch.Event, now_ms: int) -> tuple[prefetch.Effect, ...]:
         """Let something happen to the table; return how it answers a directive that was submitted."""
@@ -139,6 +136,56 @@ class Loads:
                 case _:
                     self._carry_out(effect, now_ms)
         return tuple(answers)
+
+    def begin(
+        self,
+        name: str,
+        sources: Mapping[str, tuple[str, ...]],
+        *,
+        model: CompatibilityDescriptor,
+        scope_id: str,
+        duration_ms: int,
+        now_ms: int,
+    ) -> bool:
+        """Load blocks for the instance's own use, as a directive of this name that pins them for as long.
+
+        `sources` gives for each key who has it; whoever has it where that names nobody. Returns whether it
+        was taken; `take_ended` says when it is over.
+        """
+        message = PrefetchDirective(
+            directive=name,
+            scope_id=scope_id,
+            compat_id=model.compat_id,
+            blocks=tuple(PrefetchBlock(block_key=key, sources=of) for key, of in sources.items()),
+            deadline_ms=duration_ms,
+            lease_ms=duration_ms,
+        )
+        (answer,) = self.submit(message, model, now_ms, any_source=True)
+        return isinstance(answer, prefetch.Accepted)
+
+    def submit(
+        self,
+        message: PrefetchDirective,
+        model: CompatibilityDescriptor,
+        now_ms: int,
+        *,
+        any_source: bool = False,
+    ) -> tuple[prefetch.Effect, ...]:
+        """Take in a directive; return how it is answered."""
+        names = (BlockName(message.compat_id, message.scope_id, block.block_key) for block in message.blocks)
+        event = prefetch.Submit(
+            directive=message,
+            held=frozenset(name.block_key for name in names if self._blocks.tier_of(name) is not None),
+            layers=model.layers,
+            block_tokens=model.block_tokens,
+            producers=self._policy().producers(message.scope_id) or None,
+            any_source=any_source,
+        )
+        return self.handle(event, now_ms)
+
+    def withdraw(self, name: str, now_ms: int) -> None:
+        """Stop a directive whose outcome nobody waits for."""
+        self.handle(prefetch.Withdraw(name), now_ms)
 
     def take_ended(self) -> tuple[prefetch.Ended, ...]:
         """Return the directives that have ended since the last time."""
@@ -292,7 +339,8 @@ class Loads:
         if isinstance(found, Problem):
             return prefetch.LookupFailed(directive)
         # A block whose layers are at several holders would have to be put together: it is computed.
-        records = (tuple(r for r in self._trusted(block.replicas) if _is_whole(r)) for block in found.blocks)
+        policy = self._policy()
+        records = (tuple(r for r in policy.trusted(block.replicas) if _is_whole(r)) for block in found.blocks)
         return prefetch.LookupAnswered(directive, tuple(records))
 
     def _fetched(

@@ -9,7 +9,6 @@ CP-3, CP-5, MG-2, MG-3; decisions W19, W20, W31.
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
 import attrs
@@ -22,7 +21,7 @@ from kvsp_core.ext_messages import OutputEnd, OutputRequest, OutputToken
 from kvsp_core.identity import CompatibilityDescriptor, Scope
 from kvsp_core.limits import MAX_INSTANCE_SESSIONS
 from kvsp_core.machines import output, prefetch, resume
-from kvsp_core.messages import CheckpointRecorded, PrefetchBlock, PrefetchDirective, ResumeRequest
+from kvsp_core.messages import CheckpointRecorded, ResumeRequest
 from kvsp_core.problems import (
     BAD_REQUEST,
     INCOMPATIBLE,
@@ -120,7 +119,8 @@ class Sessions:
         self._streams: dict[int, str] = {}
         self._loading: dict[str, tuple[str, int]] = {}  # directive -> session, epoch
         self._awaited: dict[str, list[str]] = {}  # directive -> sessions that wait for its end
-        self._queue: deque[tuple[str, int]] = deque()  # sessions that wait for a place in the engine
+        self._queue: dict[str, None] = {}  # sessions that wait for a place in the engine, in order
+        self._admitting = False
         self._last_sequence = 0
         self._due: list[tuple[int, str]] = []
 
@@ -175,14 +175,10 @@ class Sessions:
             assert body.prompt is not None
             refusal = self._refusal(body.compat_id, body.scope_id, session, now_ms)
             if refusal is None:
-                session = self._renewed(session)
                 session.compat_id, session.scope_id = body.compat_id, body.scope_id
                 session.shared_scopes = self._shared_scopes(client, body.scope_id)
-                session.sampler, session.prompt, session.request_ref = (
-                    body.sampler,
-                    body.prompt,
-                    body.request_ref,
-                )
+                session.sampler, session.prompt = body.sampler, body.prompt
+                session.request_ref = body.request_ref
             event = resume.BeginReceived(epoch=body.epoch, refusal=refusal)
             if not self._advance(session, event, now_ms, request_id=request_id):
                 return
@@ -190,15 +186,6 @@ class Sessions:
 
     def _shared_scopes(self, client: str, scope_id: str) -> tuple[str, ...]:
         return tuple(each for each in self._shared(client) if each != scope_id)
-
-    def _renewed(self, session: ServedSession) -> ServedSession:
-        """Forget what a former epoch left of a session that is over here."""
-        if isinstance(session.state, resume.Ended):
-            fresh = ServedSession(name=session.name, state=session.state, run=session.run + 1)
-            fresh.counted = session.counted
-            self._sessions[session.name] = fresh
-            return fresh
-        return session
 
     def _refusal(self, compat_id: str, scope_id: str, session: ServedSession, now_ms: int) -> Problem | None:
         """Return why a session cannot begin here; where it can, the lifecycle counts it from now on."""
@@ -296,6 +283,7 @@ class Sessions:
                         self._work.emit(refuse(request_id, problem))
                 case resume.AbortEpoch():
                     self._abort(session, now_ms)
+                    session.forget_at_ms = None
                 case resume.LoadBlocks(epoch):
                     assert isinstance(event, resume.ResumeReceived)
                     self._load(session, epoch, event.checkpoint, now_ms)
@@ -319,8 +307,8 @@ class Sessions:
         """Load the blocks of a checkpoint, from whoever has them."""
         session.run += 1
         session.compat_id, session.scope_id = checkpoint.compat_id, checkpoint.scope_id
-        session.sampler, session.prompt = checkpoint.sampler, None
-        session.gate, session.chain, session.forget_at_ms = None, None, None
+        session.sampler, session.prompt, session.request_ref = checkpoint.sampler, None, None
+        session.shared_scopes, session.shared_keys = (), {}
         parent = checkpoint.prompt_blocks[-1] if checkpoint.prompt_blocks else None
         chain = self._chain(checkpoint.compat_id, checkpoint.scope_id, parent)
         generated = chain.feed((*checkpoint.prompt_tail, *checkpoint.generated))
@@ -330,25 +318,18 @@ class Sessions:
         if not session.keys:
             self._advance(session, resume.BlocksLoaded(epoch, 0), now_ms)
             return
-        message = PrefetchDirective(
-            directive=self._random_bytes(16).hex(),
+        session.loading = self._random_bytes(16).hex()
+        self._loading[session.loading] = (session.name, epoch)
+        taken = self._loads.begin(
+            session.loading,
+            dict.fromkeys(session.keys, ()),
+            model=self._models[checkpoint.compat_id],
             scope_id=checkpoint.scope_id,
-            compat_id=checkpoint.compat_id,
-            blocks=tuple(PrefetchBlock(block_key=key, sources=()) for key in session.keys),
-            deadline_ms=self._resume_load_ms,
-            lease_ms=self._resume_load_ms,
+            duration_ms=self._resume_load_ms,
+            now_ms=now_ms,
         )
-        model = self._models[checkpoint.compat_id]
-        self._loading[message.directive] = (session.name, epoch)
-        submit = prefetch.Submit(
-            directive=message,
-            held=self._loads.held(message),
-            layers=model.layers,
-            block_tokens=model.block_tokens,
-            any_source=True,
-        )
-        if any(isinstance(each, prefetch.Rejected) for each in self._loads.handle(submit, now_ms)):
-            self.load_ended(message.directive, now_ms)
+        if not taken:
+            self.load_ended(session.loading, now_ms)
 
     def load_ended(self, directive: str, now_ms: int) -> None:
         """Take note that loads have ended: those of a resume, or a prefetch directive that a session waits
@@ -356,6 +337,7 @@ class Sessions:
         name, epoch = self._loading.pop(directive, ("", 0))
         session = self._sessions.get(name)
         if session is not None:
+            session.loading = None
             self._advance(session, resume.BlocksLoaded(epoch, self._leading_held(session)), now_ms)
             return
         for name in self._awaited.pop(directive, ()):
@@ -395,6 +377,7 @@ class Sessions:
             session.keys = [key.hex() for key in session.chain.feed(session.prompt)]
             session.prompt_keys, session.prompt_tail = tuple(session.keys), session.chain.tail
             session.tokens, session.known_from = session.prompt, 0
+            session.shared_keys = {}
             for scope_id in session.shared_scopes:
                 keys = self._chain(session.compat_id, scope_id).feed(session.prompt)
                 session.shared_keys[scope_id] = [key.hex() for key in keys]
@@ -405,6 +388,8 @@ class Sessions:
             session.known_from = prompt_start if session.prompt is None else 0
             prompt = session.prompt or (*(0,) * prompt_start, *checkpoint.prompt_tail)
             session.tokens = (*prompt, *generated)
+            if session.known_from:
+                self._keep_prompt(session)
         assert session.sampler is not None
         session.gate = output.OutputGate(
             epoch=session.state.epoch if not isinstance(session.state, resume.Absent) else 0,
@@ -419,42 +404,57 @@ class Sessions:
         session.waiting.clear()
         pending = self._prefetches.table.pending_for(session.request_ref) if checkpoint is None else None
         if pending is not None:
+            # PF-4: the prefix that is being loaded is used, at the deadline at the latest.
             self._awaited.setdefault(pending, []).append(session.name)
-            session.awaits = (
-                pending  # PF-4: the prefix that is being loaded is used, at the deadline at the latest
-            )
+            session.awaits = pending
         else:
             self._enqueue(session, now_ms)
 
+    def _keep_prompt(self, session: ServedSession) -> None:
+        """Keep the blocks of a prompt that is not known here from eviction until they are in the engine."""
+        blocks = range(len(session.prompt_keys))
+        session.kept = tuple(self._name_of(session, index) for index in blocks)
+        for name in session.kept:
+            self._blocks.keep(name)
+
+    def _let_prompt_go(self, session: ServedSession) -> None:
+        for name in session.kept:
+            self._blocks.let_go(name)
+        session.kept = ()
+
     def _enqueue(self, session: ServedSession, now_ms: int) -> None:
-        self._queue.append((session.name, session.run))
+        self._queue[session.name] = None
         self._admit(now_ms)
 
     def _admit(self, now_ms: int) -> None:
-        """Give waiting sessions the free places of the engine, in the order in which they came."""
-        while self._queue and len(self._sequences) < self._batch_size:
-            name, run = self._queue.popleft()
-            session = self._sessions.get(name)
-            if session is None or session.run != run:
-                continue
-            self._last_sequence += 1
-            session.sequence = self._last_sequence
-            self._sequences[session.sequence] = name
-            most = (len(session.tokens) - 1) // self._models[session.compat_id].block_tokens
-            count = min(self._leading_held(session), most)
-            copy_as = tuple(self._name_of(session, index) for index in range(count))
-            names = tuple(self._held(session, index) or own for index, own in enumerate(copy_as))
-            self._imports.begin((name, run), session.sequence, names, copy_as)
-            if session.request_ref is not None:
-                self._prefetches.handle(prefetch.RequestArrived(session.request_ref), now_ms)
-        self._start_imported(now_ms)
+        """Give waiting sessions the free places of the engine, in the order in which they came, and start
+        the sequences whose blocks are in the engine."""
+        if self._admitting:
+            return  # where a start has failed its place is free again, and the loop below sees that
+        self._admitting = True
+        while (self._queue and len(self._sequences) < self._batch_size) or self._imports.any_done:
+            if self._queue and len(self._sequences) < self._batch_size:
+                self._give_place(self._sessions[next(iter(self._queue))], now_ms)
+            for (name, run), count in self._imports.take_done():
+                session = self._sessions.get(name)
+                if session is not None and session.run == run:
+                    self._start_sequence(session, count, now_ms)
+        self._admitting = False
 
-    def _start_imported(self, now_ms: int) -> None:
-        """Start the sequences whose blocks are in the engine."""
-        for (name, run), count in self._imports.take_done():
-            session = self._sessions.get(name)
-            if session is not None and session.run == run:
-                self._start_sequence(session, count, now_ms)
+    def _give_place(self, session: ServedSession, now_ms: int) -> None:
+        """Take a session out of the queue, and bring the blocks that are held of it into the engine."""
+        del self._queue[session.name]
+        self._last_sequence += 1
+        session.sequence = self._last_sequence
+        self._sequences[session.sequence] = session.name
+        most = (len(session.tokens) - 1) // self._models[session.compat_id].block_tokens
+        count = min(self._leading_held(session), most)
+        copy_as = tuple(self._name_of(session, index) for index in range(count))
+        names = tuple(self._held(session, index) or own for index, own in enumerate(copy_as))
+        self._imports.begin((session.name, session.run), session.sequence, names, copy_as)
+        self._let_prompt_go(session)
+        if session.request_ref is not None:
+            self._prefetches.handle(prefetch.RequestArrived(session.request_ref), now_ms)
 
     def _start_sequence(self, session: ServedSession, blocks: int, now_ms: int) -> None:
         model, gate = self._models[session.compat_id], session.gate
@@ -463,8 +463,7 @@ class Sessions:
         assert gate is not None
         cached = blocks * model.block_tokens
         if cached < session.known_from:
-            # A block of the prompt was lost on the way into the engine, and its tokens are not known.
-            self._give_up(session, now_ms)
+            self._prefix_lost(session, gate, blocks, now_ms)
             return
         session.started = True
         self._meter.started(session.sequence, len(session.tokens) - cached, now_ms)
@@ -480,12 +479,20 @@ class Sessions:
             )
         )
 
+    def _prefix_lost(self, session: ServedSession, gate: output.OutputGate, blocks: int, now_ms: int) -> None:
+        """A block of the prompt was lost on the way into the engine, and its tokens are not known: end the
+        stream, so that the front end comes back and is asked for the prompt."""
+        checkpoint = self._checkpoint_of(session, gate, gate.decoded)
+        lost = resume.PrefixLost(epoch=gate.epoch, checkpoint=checkpoint, blocks=blocks)
+        self._abort(session, now_ms)
+        self._advance(session, lost, now_ms)
+
     # What comes of calls and jobs
 
     def job_ended(self, purpose: instance_imports.Purpose, item: JobDone | JobFailed, now_ms: int) -> None:
         """Take in how a read or an import has ended."""
         self._imports.job_ended(purpose, item, now_ms)
-        self._start_imported(now_ms)
+        self._admit(now_ms)
 
     def call_ended(self, purpose: CheckpointFor, item: AnswerReceived | CallFailed, now_ms: int) -> None:
         """Take in how a checkpoint was answered."""
@@ -564,8 +571,18 @@ class Sessions:
         self._schedule(session)
 
     def _send_checkpoint(self, session: ServedSession, gate: output.OutputGate, offset: int) -> None:
+        self._work.call(
+            self._controller_uri,
+            RecordCheckpoint(session.name),
+            self._checkpoint_of(session, gate, offset),
+            purpose=CheckpointFor(session.name, session.run),
+            timeout_ms=self._call_timeout_ms,
+        )
+
+    @staticmethod
+    def _checkpoint_of(session: ServedSession, gate: output.OutputGate, offset: int) -> SessionCheckpoint:
         assert session.sampler is not None
-        checkpoint = SessionCheckpoint(
+        return SessionCheckpoint(
             session=session.name,
             epoch=gate.epoch,
             compat_id=session.compat_id,
@@ -575,13 +592,6 @@ class Sessions:
             generated=gate.tokens(0, offset),
             output_offset=offset,
             sampler=attrs.evolve(session.sampler, step=offset),
-        )
-        self._work.call(
-            self._controller_uri,
-            RecordCheckpoint(session.name),
-            checkpoint,
-            purpose=CheckpointFor(session.name, session.run),
-            timeout_ms=self._call_timeout_ms,
         )
 
     # Ends
@@ -609,8 +619,13 @@ class Sessions:
         """Stop everything that is done for a session in its present epoch."""
         self._copies.abandon(session.name, session.run)
         self._imports.abandon((session.name, session.run))
+        if session.loading is not None:
+            del self._loading[session.loading]
+            self._loads.withdraw(session.loading, now_ms)
+        self._queue.pop(session.name, None)
+        self._let_prompt_go(session)
         session.run += 1
-        session.gate = session.awaits = None
+        session.gate = session.awaits = session.loading = None
         self._leave_engine(session, now_ms)
         self._end_stream(session)
         problem = Problem(STALE_EPOCH, "the session has gone on in another epoch; ask its controller")
@@ -693,7 +708,7 @@ class Sessions:
             session.due_ms = None
             over = isinstance(session.state, resume.Ended | resume.Absent)
             if over and session.forget_at_ms is not None and session.forget_at_ms <= now_ms:
-                self._end_stream(session)
+                self._abort(session, now_ms)
                 del self._sessions[session.name]
                 continue
             self._advance(session, resume.Timer(), now_ms)

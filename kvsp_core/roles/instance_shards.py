@@ -3,33 +3,28 @@ decisions W21 and W32).
 
 For each shard map one member machine (`reshard_member`). What a plan fetches is loaded block by block into
 the tiers here, verified, from the instance that the plan names, and kept there; with the commit it goes into
-the engine, where the range computes in place. The blocks stay in the tiers, so that the next reshard can
-fetch them from here.
+the engine, a few blocks at a time, where the range computes in place. The blocks stay in the tiers, so that
+the next reshard can fetch them from here. A block that is owned and is not here is looked for again and
+again, less and less often.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import attrs
 
 from kvsp_core.answers import json_response
 from kvsp_core.ext_messages import AttendRequest
 from kvsp_core.identity import CompatibilityDescriptor
-from kvsp_core.limits import MAX_INSTANCE_SHARD_MAPS
+from kvsp_core.limits import MAX_INSTANCE_SHARD_MAPS, MAX_REMEMBERED_SHARD_MAPS
 from kvsp_core.machines import prefetch
 from kvsp_core.machines import reshard_member as member
 from kvsp_core.machines.prefetch_directive import DirectiveState
 from kvsp_core.machines.reshard_plan import MemberPlan, Plan, Range, Transfer
-from kvsp_core.messages import (
-    PrefetchBlock,
-    PrefetchDirective,
-    ReshardAbort,
-    ReshardCommit,
-    ReshardMessage,
-    ReshardPlan,
-)
+from kvsp_core.messages import ReshardAbort, ReshardCommit, ReshardMessage, ReshardPlan
 from kvsp_core.problems import BAD_REQUEST, INCOMPATIBLE, NOT_FOUND, SCOPE_DENIED, UNAVAILABLE, Problem
 from kvsp_core.roles import engine
 from kvsp_core.roles.instance_loads import Loads
@@ -41,10 +36,19 @@ from kvsp_core.roles.work import Work
 __all__ = ["Purpose", "Shards"]
 
 
+_AT_A_TIME: Final = 4
+"""Blocks on their way from tiers into the engine, of all maps together."""
+
+_FIRST_RETRY_MS, _LAST_RETRY_MS = 1_000, 60_000
+"""How long to wait before blocks that are owned and not here are looked for again; doubles each time."""
+
+
 @attrs.frozen
 class _ReadFor:
     map_id: str = attrs.field(repr=False)
     block: int
+    name: BlockName
+    tokens: Range
     buffer: int
 
 
@@ -52,6 +56,7 @@ class _ReadFor:
 class _LoadFor:
     map_id: str = attrs.field(repr=False)
     block: int
+    tokens: Range
     buffer: int
 
 
@@ -75,12 +80,19 @@ class _Shard:
     """Requests that wait for the plan to be loaded."""
     loading: str | None = None
     """The directive that loads for the plan."""
+    seeking: str | None = None
+    """The directive that loads what is owned and not here."""
+    retries: int = 0
     kept: set[int] = attrs.field(factory=set)
     """Blocks kept from eviction here."""
     in_engine: set[int] = attrs.field(factory=set)
     wanted: set[int] = attrs.field(factory=set)
     """Blocks that belong in the engine."""
     counted: bool = False
+
+    def lacks(self, block: int) -> bool:
+        """Return whether a block belongs in the engine and is not there."""
+        return block in self.wanted and block not in self.in_engine
 
 
 class Shards:
@@ -100,6 +112,7 @@ class Shards:
         random_bytes: Callable[[int], bytes],
         load_ms: int,
         max_maps: int = MAX_INSTANCE_SHARD_MAPS,
+        max_remembered: int = MAX_REMEMBERED_SHARD_MAPS,
     ) -> None:
         self._work = work
         self._blocks = blocks
@@ -112,21 +125,22 @@ class Shards:
         self._random_bytes = random_bytes
         self._load_ms = load_ms
         self._max_maps = max_maps
+        self._max_remembered = max_remembered
         self._shards: dict[str, _Shard] = {}
+        # Of them those that nothing is held of, the one heard of longest ago first: only the highest version
+        # that was seen is remembered, so that a plan that comes late is refused.
+        self._outside: dict[str, None] = {}
         self._directives: dict[str, tuple[str, int | None]] = {}  # directive -> map, version of its plan
         self._due: dict[str, int] = {}  # map -> deadline of its loading
+        self._retry_at_ms: dict[str, int] = {}  # map -> when to look again for what is not here
+        self._queue: deque[tuple[str, int]] = deque()  # blocks that wait for their turn to go into the engine
+        self._moving: set[tuple[str, int]] = set()  # blocks that are on their way into it
 
     # Requests
 
     def reshard(self, request_id: int, message: ReshardMessage, now_ms: int) -> None:
         """Serve POST reshard: a plan, a commit or an abort."""
-        shard = self._shards.get(message.map)
-        if shard is None:
-            if len(self._shards) >= self._max_maps:
-                full = Problem(UNAVAILABLE, "the instance takes part in as many maps as it can")
-                self._work.emit(refuse(request_id, full))
-                return
-            shard = self._shards[message.map] = _Shard(message.map)
+        shard = self._shards.get(message.map) or _Shard(message.map)
         match message:
             case ReshardPlan():
                 problem = self._refusal(shard, message, now_ms)
@@ -142,6 +156,8 @@ class Shards:
 
     def _refusal(self, shard: _Shard, plan: ReshardPlan, now_ms: int) -> Problem | None:
         """Return why a plan cannot be taken for what it is about."""
+        if isinstance(shard.state, member.Outside) and self._taking_part >= self._max_maps:
+            return Problem(UNAVAILABLE, "the instance takes part in as many maps as it can")
         needs = plan.fetch or plan.assign
         if not needs:
             return None
@@ -161,6 +177,10 @@ class Shards:
         problem = self._open_session(now_ms)
         shard.counted = problem is None
         return problem
+
+    @property
+    def _taking_part(self) -> int:
+        return len(self._shards) - len(self._outside)
 
     def _plan(self, message: ReshardPlan) -> Plan:
         return Plan(
@@ -225,20 +245,43 @@ class Shards:
                     self._remember(shard, message)
                     self._load(shard, version, transfers, now_ms)
                 case member.StopLoading():
-                    self._directives.pop(shard.loading or "", None)
+                    self._stop(shard.loading, now_ms)
                     shard.loading = None
                 case member.Discard(_, ranges) | member.Release(ranges):
                     self._drop(shard, ranges)
                 case member.Adopt(_, ranges, _):
                     self._adopt(shard, ranges, now_ms)
-        due_ms = member.next_deadline_ms(shard.state)
+        self._note(shard, now_ms)
+
+    def _note(self, shard: _Shard, now_ms: int) -> None:
+        """Bring in line when the shard is due, whether it counts, and what is remembered of it."""
+        map_id, state = shard.map_id, shard.state
+        due_ms = member.next_deadline_ms(state)
         if due_ms is None:
-            self._due.pop(shard.map_id, None)
+            self._due.pop(map_id, None)
         else:
-            self._due[shard.map_id] = due_ms
-        if shard.counted and isinstance(shard.state, member.Outside):
+            self._due[map_id] = due_ms
+        self._outside.pop(map_id, None)
+        if not isinstance(state, member.Outside):
+            self._shards[map_id] = shard
+            return
+        if shard.counted:
             shard.counted = False
             self._close_session(now_ms)
+        self._stop(shard.seeking, now_ms)
+        self._retry_at_ms.pop(map_id, None)
+        self._shards.pop(map_id, None)
+        if state != member.Outside():
+            self._shards[map_id] = _Shard(map_id, state)
+            self._outside[map_id] = None
+        while len(self._outside) > self._max_remembered:
+            forgotten = next(iter(self._outside))
+            del self._outside[forgotten], self._shards[forgotten]
+
+    def _stop(self, directive: str | None, now_ms: int) -> None:
+        """Stop loads that nobody waits for."""
+        if directive is not None and self._directives.pop(directive, None) is not None:
+            self._loads.withdraw(directive, now_ms)
 
     def _answer(self, request_id: int, problem: Problem | None) -> None:
         self._work.emit(done(request_id, 200) if problem is None else refuse(request_id, problem))
@@ -266,47 +309,38 @@ class Shards:
 
     def _load(self, shard: _Shard, version: int, transfers: tuple[Transfer, ...], now_ms: int) -> None:
         sources = {
-            block: transfer.source
+            block: (transfer.source,)
             for transfer in transfers
             for block in self._blocks_of(shard, (transfer.tokens,))
         }
         state = shard.state
         assert isinstance(state, member.Loading)
         shard.loading = self._submit(shard, sources, state.plan.deadline_ms, now_ms, version)
+        if shard.loading is None:
+            self._advance(shard, member.LoadFailed(version), now_ms)
 
     def _submit(
         self,
         shard: _Shard,
-        sources: Mapping[int, str | None],
+        sources: Mapping[int, tuple[str, ...]],
         duration_ms: int,
         now_ms: int,
         version: int | None,
-    ) -> str:
-        model = self._models[shard.compat_id]
-        message = PrefetchDirective(
-            directive=self._random_bytes(16).hex(),
+    ) -> str | None:
+        """Load blocks into the tiers here; return the directive, or None where it was not taken."""
+        directive = self._random_bytes(16).hex()
+        self._directives[directive] = (shard.map_id, version)
+        taken = self._loads.begin(
+            directive,
+            {shard.keys[block]: named for block, named in sources.items()},
+            model=self._models[shard.compat_id],
             scope_id=shard.scope_id,
-            compat_id=shard.compat_id,
-            blocks=tuple(
-                PrefetchBlock(block_key=shard.keys[block], sources=() if source is None else (source,))
-                for block, source in sources.items()
-            ),
-            deadline_ms=duration_ms,
-            lease_ms=duration_ms,
+            duration_ms=duration_ms,
+            now_ms=now_ms,
         )
-        self._directives[message.directive] = (shard.map_id, version)
-        submit = prefetch.Submit(
-            directive=message,
-            held=self._loads.held(message),
-            layers=model.layers,
-            block_tokens=model.block_tokens,
-            any_source=True,
-        )
-        if any(isinstance(each, prefetch.Rejected) for each in self._loads.handle(submit, now_ms)):
-            del self._directives[message.directive]
-            if version is not None:
-                self._advance(shard, member.LoadFailed(version), now_ms)
-        return message.directive
+        if not taken:
+            del self._directives[directive]
+        return directive if taken else None
 
     def load_ended(self, ended: prefetch.Ended, now_ms: int) -> bool:
         """Take note that loads have ended, where they were of a shard."""
@@ -315,7 +349,8 @@ class Shards:
         if shard is None:
             return False
         if version is None:
-            self._fill(shard)
+            shard.seeking = None
+            self._fill(shard, now_ms)
         elif ended.state is DirectiveState.COMPLETE and isinstance(shard.state, member.Loading):
             fetched = (transfer.tokens for transfer in shard.state.plan.member.fetch)
             self._keep(shard, self._blocks_of(shard, fetched))
@@ -334,20 +369,53 @@ class Shards:
         """Bring the blocks of the ranges owned now into the engine; load those that are not here."""
         blocks = self._blocks_of(shard, ranges)
         self._keep(shard, blocks)
-        shard.wanted = set(blocks)
-        missing = [b for b in blocks if self._blocks.tier_of(self._name_of(shard, b)) is None]
-        if missing:
-            self._submit(shard, dict.fromkeys(missing), self._load_ms, now_ms, None)
-        self._fill(shard)
+        shard.wanted, shard.retries = set(blocks), 0
+        self._seek(shard, now_ms)
+        self._fill(shard, now_ms)
 
-    def _fill(self, shard: _Shard) -> None:
-        for block in sorted(shard.wanted - shard.in_engine):
+    def _missing(self, shard: _Shard) -> list[int]:
+        """Return the blocks that belong in the engine and are in no tier here."""
+        wanted = sorted(shard.wanted - shard.in_engine)
+        return [block for block in wanted if self._blocks.tier_of(self._name_of(shard, block)) is None]
+
+    def _seek(self, shard: _Shard, now_ms: int) -> None:
+        """Load what is owned and not here, from whoever has it."""
+        missing = self._missing(shard)
+        if missing and shard.seeking is None:
+            shard.seeking = self._submit(shard, dict.fromkeys(missing, ()), self._load_ms, now_ms, None)
+
+    # Into the engine
+
+    def _fill(self, shard: _Shard, now_ms: int) -> None:
+        """Bring what is here into the engine in its turn; look later for what is not."""
+        missing = self._missing(shard)
+        here = sorted(shard.wanted - shard.in_engine - set(missing))
+        self._queue.extend((shard.map_id, block) for block in here)
+        self._pump(now_ms)
+        if missing and shard.seeking is None:
+            self._try_again(shard, now_ms)
+
+    def _try_again(self, shard: _Shard, now_ms: int) -> None:
+        if shard.map_id not in self._retry_at_ms:
+            wait_ms = min(_FIRST_RETRY_MS << min(shard.retries, 10), _LAST_RETRY_MS)
+            self._retry_at_ms[shard.map_id] = now_ms + wait_ms
+            shard.retries += 1
+
+    def _pump(self, now_ms: int) -> None:
+        while self._queue and len(self._moving) < _AT_A_TIME:
+            map_id, block = place = self._queue.popleft()
+            shard = self._shards.get(map_id)
+            if shard is None or not shard.lacks(block) or place in self._moving:
+                continue
             name = self._name_of(shard, block)
             tier = self._blocks.tier_of(name)
-            if tier is not None:
-                buffer = self._work.new_buffer()
-                job = self._work.job(_ReadFor(shard.map_id, block, buffer))
-                self._work.emit(ReadBlock(job, buffer, name, tier))
+            if tier is None:
+                self._try_again(shard, now_ms)
+                continue
+            self._moving.add(place)
+            buffer = self._work.new_buffer()
+            job = self._work.job(_ReadFor(map_id, block, name, self._tokens(shard, block), buffer))
+            self._work.emit(ReadBlock(job, buffer, name, tier))
 
     def _drop(self, shard: _Shard, ranges: tuple[Range, ...]) -> None:
         for block in self._blocks_of(shard, ranges):
@@ -373,26 +441,40 @@ class Shards:
                 response, octets = json_response(item.data)
                 self._work.emit(Respond(purpose.request_id, response, octets))
             return
-        shard = self._shards[purpose.map_id]
+        shard = self._shards.get(purpose.map_id)
+        wanted = shard is not None and shard.lacks(purpose.block)
         if isinstance(purpose, _ReadFor):
-            name = self._name_of(shard, purpose.block)
-            sound = isinstance(item, JobDone) and self._blocks.is_sound(name, item.layer_digests)
-            if not sound or purpose.block not in shard.wanted:
-                self._work.free(purpose.buffer)
-                if not sound:
-                    self._work.emit(*self._blocks.lost(name, now_ms))
-                return
-            job = self._work.job(_LoadFor(shard.map_id, purpose.block, purpose.buffer))
-            tokens = self._tokens(shard, purpose.block)
-            self._work.emit(engine.LoadShard(job, shard.map_id, tokens, purpose.buffer))
+            self._read(purpose, item, wanted, now_ms)
+        else:
+            self._loaded(purpose, item, wanted)
+        if (purpose.map_id, purpose.block) not in self._moving:
+            if shard is not None and shard.lacks(purpose.block):
+                self._try_again(shard, now_ms)
+            self._pump(now_ms)
+
+    def _read(self, read: _ReadFor, item: JobDone | JobFailed, wanted: bool, now_ms: int) -> None:
+        """Hand a block that was read to the engine, where it is what was stored."""
+        sound = isinstance(item, JobDone) and self._blocks.is_sound(read.name, item.layer_digests)
+        if sound and wanted:
+            job = self._work.job(_LoadFor(read.map_id, read.block, read.tokens, read.buffer))
+            self._work.emit(engine.LoadShard(job, read.map_id, read.tokens, read.buffer))
             return
-        self._work.free(purpose.buffer)
+        self._moving.remove((read.map_id, read.block))
+        self._work.free(read.buffer)
+        if not sound:
+            self._work.emit(*self._blocks.lost(read.name, now_ms))
+
+    def _loaded(self, load: _LoadFor, item: JobDone | JobFailed, wanted: bool) -> None:
+        self._moving.remove((load.map_id, load.block))
+        self._work.free(load.buffer)
         if isinstance(item, JobFailed):
             self._work.observe("kvsp_instance_shard_load_failures")
-        elif purpose.block in shard.wanted:
-            shard.in_engine.add(purpose.block)
+        elif wanted:
+            shard = self._shards[load.map_id]
+            shard.in_engine.add(load.block)
+            shard.retries = 0
         else:
-            self._work.emit(engine.DropShard(shard.map_id, self._tokens(shard, purpose.block)))
+            self._work.emit(engine.DropShard(load.map_id, load.tokens))
 
     def request_ended(self, request_id: int) -> None:
         """Take note that a request is gone."""
@@ -405,9 +487,13 @@ class Shards:
 
     def next_deadline_ms(self) -> int | None:
         """Return when `time_passed` is next due, or None."""
-        return min(self._due.values(), default=None)
+        return min((*self._due.values(), *self._retry_at_ms.values()), default=None)
 
     def time_passed(self, now_ms: int) -> None:
         """Let deadlines that have come take effect."""
         for map_id in [map_id for map_id, due_ms in self._due.items() if due_ms <= now_ms]:
             self._advance(self._shards[map_id], member.Timer(), now_ms)
+        for map_id in [map_id for map_id, at_ms in self._retry_at_ms.items() if at_ms <= now_ms]:
+            del self._retry_at_ms[map_id]
+            self._seek(self._shards[map_id], now_ms)
+            self._fill(self._shards[map_id], now_ms)

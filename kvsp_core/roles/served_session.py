@@ -7,6 +7,7 @@ import attrs
 from kvsp_core.block_keys import BlockKeyChain
 from kvsp_core.machines import output, resume
 from kvsp_core.records import Sampler
+from kvsp_core.roles.role import BlockName
 
 __all__ = ["ServedSession"]
 
@@ -41,6 +42,10 @@ class ServedSession:
     started: bool = False
     leaving: bool = False
     """Whether it leaves the engine as soon as its blocks have."""
+    loading: str | None = None
+    """The directive that loads the blocks of its checkpoint."""
+    kept: tuple[BlockName, ...] = attrs.field(default=(), repr=False)
+    """Blocks kept from eviction until they are in the engine."""
     awaits: str | None = None
     """The prefetch directive whose end it waits for."""
     stream: int | None = None

@@ -32,6 +32,7 @@ from kvsp_core.machines.prefetch import (
     Submit,
     Timer,
     Unpin,
+    Withdraw,
 )
 from kvsp_core.machines.retrieval import Refused
 from kvsp_core.machines.table import Cell, Kind
@@ -571,9 +572,25 @@ EVENTS = {
         LoadReport(1, load.LeaseGranted(H1, "L")),
         Evicted(key(1)),
         RequestArrived("ref"),
+        Withdraw("d1"),
         Timer(),
     )
 }
+
+
+def test_a_directive_that_is_withdrawn_stops_lets_go_and_is_forgotten() -> None:
+    world = World()
+    world.handle(directive(1, 2, 3))
+    world.look_up(1, 2)
+    world.load(1)
+    world.report(2, load.LeaseGranted(H1, "lease2"))
+    effects = world.handle(Withdraw("d1"))
+    assert [type(e.effect) for e in of(LoadRequest, effects)] == [load.CancelFetch, load.ReleaseLease]
+    assert of(Unpin, effects) == [Unpin(key(1))]
+    assert world.table.status("d1") is None
+    assert world.table.next_deadline_ms() is None
+    world.handle(directive(3, name="d2"))
+    assert of(CancelLookup, world.handle(Withdraw("d2"))) == [CancelLookup("d2")]
 
 
 @pytest.mark.parametrize(("kind", "event_type", "cell"), cells(TABLE))

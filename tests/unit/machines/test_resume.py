@@ -181,6 +181,7 @@ EVENTS: dict[type, m.Event] = {
     m.BeginReceived: m.BeginReceived(epoch=2),
     m.ResumeReceived: resume(epoch=2),
     m.BlocksLoaded: m.BlocksLoaded(2, 0),
+    m.PrefixLost: m.PrefixLost(epoch=2, checkpoint=checkpoint(), blocks=1),
     m.PromptReceived: m.PromptReceived(2, matches=True),
     m.SessionEnded: m.SessionEnded(2),
     m.Timer: m.Timer(),

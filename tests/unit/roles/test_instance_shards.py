@@ -1,0 +1,161 @@
+"""What an instance keeps of shard maps, and how it brings ranges into its engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvsp_core.ext_messages import AttendRequest
+from kvsp_core.messages import FetchRange, ReshardAbort, ReshardCommit
+from kvsp_core.resources import Attend, GetBlock, Lookup, ReleaseLease, ReshardGroup
+from kvsp_core.roles import engine
+from kvsp_core.roles.instance_shards import Shards
+from kvsp_core.roles.role import BlockName, CancelCall, FreeBuffer, JobDone, JobFailed, JobFault, ReadBlock
+from tests.unit.roles.instance_world import HEADER, HOLDER, ME, MODEL, PC, SCOPE, B, World, digests_of, key_of
+from tests.unit.roles.test_instance import KEYS, plan
+
+LONG = tuple(range(200, 200 + 10 * B))
+LONG_KEYS = key_of(LONG)
+FETCH = (FetchRange(tokens=(0, 2 * B), from_=HOLDER),)
+
+
+def shards(world: World) -> Shards:
+    return world.role._shards
+
+
+def abort(world: World, map_id: str, version: int = 5) -> int | None:
+    return world.status_of(world.ask(PC, ReshardGroup(), ReshardAbort(map=map_id, abort=version))[0])
+
+
+def owner(world: World, keys: list[str]) -> None:
+    """Let the instance own a range whose blocks are in its tiers."""
+    world.beside.hold(*keys)
+    span = ((0, len(keys) * B),)
+    world.ask(PC, ReshardGroup(), plan(0, 1, assign=span, block_keys=tuple(keys)))
+    world.ask(PC, ReshardGroup(), ReshardCommit(map="m", commit=1))
+
+
+def read(world: World, job: ReadBlock) -> None:
+    world.do(JobDone(job.job_id, header=HEADER, layer_digests=digests_of(job.name.block_key)))
+
+
+# What is remembered
+
+
+@pytest.mark.requirement("RS-6")
+def test_a_late_plan_is_refused_also_of_a_map_that_was_only_aborted() -> None:
+    world = World()
+    assert abort(world, "m") == 200
+    late, _ = world.ask(PC, ReshardGroup(), plan(4, 5, fetch=FETCH))
+    assert world.status_of(late) == 409
+
+
+def test_maps_that_nothing_is_held_of_are_remembered_up_to_a_limit_and_take_no_room() -> None:
+    world = World()
+    shards(world)._max_maps, shards(world)._max_remembered = 1, 3
+    for number in range(9):
+        assert abort(world, f"m{number}") == 200
+    assert list(shards(world)._shards) == ["m6", "m7", "m8"]
+    taken, _ = world.ask(PC, ReshardGroup(), plan(0, 1, assign=((0, 8),)))
+    assert world.status_of(taken) == 200
+    full, _ = world.ask(PC, ReshardGroup(), plan(0, 1, assign=((0, 8),), map="other"))
+    assert world.status_of(full) == 503
+    assert abort(world, "another") == 200
+    assert list(shards(world)._shards) == ["m7", "m8", "m", "another"]
+
+
+def test_a_plan_that_is_refused_leaves_nothing() -> None:
+    world = World()
+    refused, _ = world.ask(PC, ReshardGroup(), plan(4, 5, retain=((0, 8),)))
+    assert world.status_of(refused) == 409
+    wrong, _ = world.ask(PC, ReshardGroup(), plan(4, 5, fetch=FETCH, compat_id="ee" * 32))
+    assert world.status_of(wrong) == 409
+    assert not shards(world)._shards
+    assert world.role._lifecycle.sessions == 0
+
+
+# Loading
+
+
+@pytest.mark.requirement("RS-5")
+def test_what_an_aborted_plan_loads_is_given_up() -> None:
+    world = World()
+    world.ask(PC, ReshardGroup(), plan(4, 5, fetch=FETCH))
+    world.answer_lookups(*KEYS)
+    world.grant_leases()
+    fetches = world.calls(GetBlock)
+    assert len(fetches) == 2
+    assert abort(world, "m") == 200
+    for number, each in fetches:
+        assert CancelCall(number) in world.seen
+        assert FreeBuffer(each.call.buffer or 0) in world.seen
+    assert len(world.calls(ReleaseLease)) == 2
+    assert world.role._loads.table.pending == 0
+    assert world.beside.kept == {}
+
+
+def test_blocks_go_into_the_engine_a_few_at_a_time() -> None:
+    world = World()
+    owner(world, LONG_KEYS)
+    for done in range(len(LONG_KEYS)):
+        reads = world.of(ReadBlock)
+        assert len(reads) - done <= 4
+        read(world, reads[done])
+        world.do(JobDone(world.of(engine.LoadShard)[-1].job_id))
+    assert [load.tokens for load in world.of(engine.LoadShard)] == [
+        (B * number, B * number + B) for number in range(len(LONG_KEYS))
+    ]
+    assert len([each for each in world.seen if isinstance(each, FreeBuffer)]) == len(LONG_KEYS)
+    asked, _ = world.ask(ME, Attend("m"), AttendRequest(version=1, layer=0, queries=b"\0" * 4))
+    assert world.status_of(asked) is None
+
+
+def test_a_block_that_is_lost_on_the_way_is_looked_for_again() -> None:
+    world = World()
+    owner(world, KEYS)
+    first, second = world.of(ReadBlock)
+    world.do(JobFailed(first.job_id, JobFault.CORRUPT))
+    read(world, second)
+    world.do(JobDone(world.of(engine.LoadShard)[-1].job_id))
+    assert not world.calls(Lookup)
+    world.later(1000)
+    world.load(KEYS[0])
+    read(world, world.of(ReadBlock)[-1])
+    world.do(JobDone(world.of(engine.LoadShard)[-1].job_id))
+    asked, _ = world.ask(ME, Attend("m"), AttendRequest(version=1, layer=0, queries=b"\0" * 4))
+    assert world.status_of(asked) is None
+    assert shards(world).next_deadline_ms() is None
+
+
+def test_what_nobody_has_is_looked_for_less_and_less_often() -> None:
+    world = World()
+    world.ask(PC, ReshardGroup(), plan(0, 1, assign=((0, 4),)))
+    world.ask(PC, ReshardGroup(), ReshardCommit(map="m", commit=1))
+    waits = []
+    for _ in range(4):
+        world.answer_lookups()
+        deadline = shards(world).next_deadline_ms()
+        assert deadline is not None
+        waits.append(deadline - world.now_ms)
+        world.later(waits[-1])
+    assert waits == [1000, 2000, 4000, 8000]
+
+
+def test_a_map_that_is_let_go_of_while_it_loads_leaves_nothing_behind() -> None:
+    world = World()
+    owner(world, LONG_KEYS)
+    reads = world.of(ReadBlock)
+    read(world, reads[0])
+    read(world, reads[1])
+    first, second = world.of(engine.LoadShard)
+    world.do(JobDone(first.job_id))
+    world.ask(PC, ReshardGroup(), plan(1, 2, release=((0, 10 * B),), block_keys=tuple(LONG_KEYS)))
+    world.ask(PC, ReshardGroup(), ReshardCommit(map="m", commit=2))
+    world.do(JobDone(second.job_id))
+    for job in world.of(ReadBlock)[2:]:
+        read(world, job)
+    assert [each.tokens for each in world.of(engine.DropShard)] == [(0, 4), (4, 8)]
+    assert len(world.of(engine.LoadShard)) == 2
+    assert world.beside.kept == {}
+    assert not shards(world)._moving
+    assert shards(world)._shards["m"].keys == ()
+    assert BlockName(MODEL.compat_id, SCOPE.scope_id, LONG_KEYS[0]) in world.beside.tiers
