@@ -14,8 +14,9 @@ from kvsp_core.heads import Response
 from kvsp_core.problems import Problem
 from kvsp_core.resources import Operation, request_for
 from kvsp_h2 import Credentials
+from kvsp_services.ports import Peers
 
-__all__ = ["Answer", "AskError", "ask", "ask_for"]
+__all__ = ["Answer", "AskError", "ask", "ask_for", "ask_over"]
 
 T = TypeVar("T")
 
@@ -57,21 +58,33 @@ class _Collected:
             self.over.set_exception(AskError(reason))
 
 
+async def ask_over(
+    peers: Peers,
+    base_uri: str,
+    operation: Operation,
+    body: object = None,
+    pieces: Sequence[memoryview] = (),
+) -> Answer:
+    """Make a request over connections that there are, on asyncio. Raises `AskError` or `TimeoutError`."""
+    length = sum(piece.nbytes for piece in pieces) if pieces else None
+    request, octets = request_for(operation, body, length=length)
+    collected = _Collected()
+    async with asyncio.timeout(TIMEOUT_S):
+        peers.call(base_uri, request, pieces or ((octets,) if octets else ()), collected)
+        await collected.over
+    assert collected.response is not None
+    return Answer(collected.response, bytes(collected.body))
+
+
 async def _ask(
     credentials: Credentials, base_uri: str, operation: Operation, body: object, pieces: Sequence[memoryview]
 ) -> Answer:
     import kvsp_asyncio
     from kvsp_services.wire import ServicePeers
 
-    length = sum(piece.nbytes for piece in pieces) if pieces else None
-    request, octets = request_for(operation, body, length=length)
-    async with asyncio.timeout(TIMEOUT_S), kvsp_asyncio.open_network() as network:
-        collected = _Collected()
+    async with kvsp_asyncio.open_network() as network:
         peers = ServicePeers.of_network(network, credentials)
-        peers.call(base_uri, request, pieces or ((octets,) if octets else ()), collected)
-        await collected.over
-    assert collected.response is not None
-    return Answer(collected.response, bytes(collected.body))
+        return await ask_over(peers, base_uri, operation, body, pieces)
 
 
 def ask(

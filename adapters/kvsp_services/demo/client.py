@@ -44,9 +44,13 @@ class Client:
         seed: int = 0,
         after: int = 0,
         then: Callable[[], None] | None = None,
+        into: Reply | None = None,
     ) -> Reply:
-        """Ask, and read the answer as it is streamed; call `then` once, after so many pieces of it."""
-        reply = Reply()
+        """Ask, and read the answer as it is streamed; call `then` once, after so many pieces of it.
+
+        `into` is where it goes; it has what came before an error.
+        """
+        reply = into or Reply()
         began = last = time.monotonic()
         stream = self._client.chat.completions.create(
             model=self._model,

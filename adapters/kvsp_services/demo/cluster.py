@@ -16,6 +16,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import attrs
@@ -137,7 +138,7 @@ class Cluster:
         (directory / "descriptor.json").write_bytes(self.descriptor.canonical_json)
         (directory / "policy.toml").write_text(self._policy())
         for name, member in self.members.items():
-            member.config.write_text(self._common(member) + self._section(name))
+            member.config.write_text(self.common(member) + self.section(name))
 
     def _policy(self) -> str:
         def listed(names: Iterable[str]) -> str:
@@ -154,7 +155,8 @@ class Cluster:
         lines += [f"withdraw = {listed(INSTANCES)}"]
         return "\n".join(lines) + "\n"
 
-    def _common(self, member: Member) -> str:
+    def common(self, member: Member) -> str:
+        """Return what of a member's configuration comes before its section."""
         stores = member.name == "controller"
         scoped = member.name in (*INSTANCES, "front")
         return (
@@ -167,7 +169,8 @@ class Cluster:
             + ('[[scopes]]\nkey_file = "tenant.key"\n' if scoped else "")
         )
 
-    def _section(self, name: str) -> str:
+    def section(self, name: str) -> str:
+        """Return a member's section of its configuration; a cluster of another kind may want others."""
         section = {"cache": "holder", "front": "front_end"}.get(
             name, "instance" if name in INSTANCES else name
         )
@@ -213,11 +216,11 @@ class Cluster:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def launch(self, name: str) -> None:
-        """Start a process."""
+    def launch(self, name: str, environment: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Start a process, with these environment variables besides those there are."""
         member = self.members[name]
         command = [sys.executable, "-m", "kvsp_services.cli", "serve", str(member.config)]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment}
         with member.log.open("ab") as log:
             member.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
