@@ -39,6 +39,7 @@ from kvsp_services.buffers import BufferPool
 from kvsp_services.config import Config, FrontEndSection, InstanceSection, LoopName, RoleSection
 from kvsp_services.driver import Driver
 from kvsp_services.engine_port import ThreadedEngine, numpy_engine
+from kvsp_services.epochs import next_epoch
 from kvsp_services.generations import Generations, serve_api
 from kvsp_services.loops import AsyncioLoop, TrioLoop, Workers
 from kvsp_services.metrics import Metrics
@@ -123,7 +124,7 @@ class RunningRole:
             model=self.model,
             stored=stored,
             now_ms=process.loop.now_ms(),
-            epoch=time.time_ns() // 1_000_000,
+            epoch=self._next_epoch(),
             # A controller that is rebuilt begins anew; what the index then knows of instances runs out.
             fleet=process.fleet if not self._rebuilt else None,
         )
@@ -151,6 +152,12 @@ class RunningRole:
             self.served.driver = driver
         self.trouble = None
         driver.start()
+
+    def _next_epoch(self) -> int:
+        now_ms = time.time_ns() // 1_000_000
+        if not isinstance(self.section, InstanceSection):
+            return now_ms
+        return next_epoch(Path(self._process.config.data_dir) / f"{self.name}.epoch", now_ms)
 
     def _start_engine(self) -> None:
         """Begin with an engine that knows of nothing, in place of the one there was."""

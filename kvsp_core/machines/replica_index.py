@@ -414,6 +414,11 @@ class ReplicaIndex:
         found = self._listed(holder_id, unhexlify(block_key), now_ms)
         return self.packed.record(*found, now_ms) if found else None
 
+    def scope_of(self, holder_id: str, block_key: str, now_ms: int) -> str | None:
+        """Return the scope of a holder's record for a key, or None where there is none."""
+        found = self._listed(holder_id, unhexlify(block_key), now_ms)
+        return found[0].kind.space.scope_id if found else None
+
     def describe(self) -> IndexInfo:
         """Return how much is held, for operators: expired records count until their memory is freed."""
         holders = sorted(self.packed.records_by_holder().items())

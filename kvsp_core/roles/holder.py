@@ -83,6 +83,8 @@ from kvsp_core.roles.work import Numbers, Work
 __all__ = ["Holder"]
 
 _REMEMBERED_CLIENTS: Final = 1024  # of which it is known what they stored last
+_NO_SCOPE: Final = "none"
+"""No scope has this name, so no policy allows anything in it."""
 _NOT_HELD: Final = Problem(NOT_FOUND, "the block is not held here; continue with another replica")
 _HELD: Final = Problem(PRECONDITION_FAILED, "a replica of this key is held already, and stays")
 _NOT_CONDITIONAL: Final = Problem(PRECONDITION_REQUIRED, "if-none-match: a block is stored with '*' only")
@@ -474,10 +476,8 @@ class Holder:
         blocks: list[str] = []
         for key in request.block_keys:
             # What the client may not read is, for it, not held.
-            readable = [
-                block for block in self._blocks.holdings.with_key(key) if self._may_lease(asked, block)
-            ]
-            blocks += readable or [key]
+            known = self._blocks.holdings.with_key(key) or (key,)
+            blocks += [block for block in known if self._may_lease(asked, block)] or [key]
         event = leases.CreateLease(client=asked.client, blocks=tuple(blocks), ttl_ms=request.ttl_ms)
         granted = self._lease_answer(asked, event, 201, now_ms)
         if granted is not None:
@@ -485,9 +485,9 @@ class Holder:
             self._blocks.in_use(blocks)
 
     def _may_lease(self, asked: Asked, block: str) -> bool:
+        # Asked for what nobody has too, so that it takes as long as for what is another tenant's.
         found = self._blocks.holdings.get(block)
-        assert found is not None
-        scope_id = found[0].name.scope_id
+        scope_id = found[0].name.scope_id if found is not None else _NO_SCOPE
         return authorize(self.policy, asked.client, asked.operation, scope_id=scope_id) is None
 
     def _lease_answer(self, asked: Asked, event: LeaseEvent, status: int, now_ms: int) -> str | None:

@@ -50,6 +50,8 @@ from kvsp_core.roles.serving import Asked, Desk, answer, done, refuse
 
 __all__ = ["Index"]
 
+_NO_SCOPE: Final = "none"
+"""No scope has this name, so no policy allows anything in it."""
 _NOT_LISTED: Final = Problem(NOT_FOUND, "no such record; it was withdrawn or has expired")
 
 
@@ -198,10 +200,11 @@ class Index:
         operation, body = asked.operation, asked.body
         assert isinstance(operation, WithdrawReplica)
         digest = body.digest if isinstance(body, Withdrawal) else None
-        record = self._replicas.record_of(operation.holder_id, operation.block_key, now_ms)
-        # Whether a record exists in a scope is told only to those who may withdraw it.
-        scope_id = record.scope_id if record else None
-        if record is None or authorize(self.policy, asked.client, operation, scope_id=scope_id):
+        # Whether a record exists in a scope is told only to those who may withdraw it, not even by the time
+        # that it takes.
+        scope_id = self._replicas.scope_of(operation.holder_id, operation.block_key, now_ms)
+        problem = authorize(self.policy, asked.client, operation, scope_id=scope_id or _NO_SCOPE)
+        if scope_id is None or problem is not None:
             return (refuse(asked.request_id, _NOT_LISTED),)
         event = replicas.Withdraw(holder_id=operation.holder_id, block_key=operation.block_key, digest=digest)
         (effect,) = self._replicas.handle(event, now_ms)

@@ -6,10 +6,13 @@ import random
 import statistics
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import attrs
 
+from kvsp_services.demo.report import report
+from kvsp_services.demo.watching import Watcher
 from tests.hostile.report import Section
 from tests.hostile.witnesses import Blocks, Ledger, Load, Streams, Tally
 from tests.hostile.world import ROLES, Block, World, make_world, questions
@@ -58,6 +61,18 @@ class Hurt:
             self.fronts_killed += 1  # what began before it was whole may have been cut by this kill
         return took_s
 
+    def write_what_is_seen(self) -> None:
+        """Write beside the logs what operators and clients see: metrics, a report, refusals."""
+        world, watcher = self.world, Watcher(self.world)
+        for name, member in world.members.items():
+            (world.directory / f"{name}.metrics").write_text(member.exposition())
+        watcher.mark("alpha", "kill -9")
+        watcher.start()
+        watcher.stop()
+        page = report("A hostile world", [], watcher.samples, watcher.marks)
+        (world.directory / "report.html").write_text(page)
+        (world.directory / "answers.refusals").write_bytes(b"\n".join(world.refusals))
+
     def lost(self) -> int:
         """Return how many promises are not kept right now: sessions and blocks."""
         lost = self.ledger.check()
@@ -74,18 +89,27 @@ class _Row:
     whole_s: list[float] = attrs.field(factory=list)
 
 
-def kills(directory: Path, count: int, *, seed: int = SEED, loop: str = "trio") -> Section:
-    """Kill so many times, spread over all roles."""
+def kills(
+    directory: Path,
+    count: int,
+    *,
+    seed: int = SEED,
+    loop: str = "trio",
+    victims: Sequence[str] = (),
+    then: Callable[[Hurt], None] = lambda hurt: None,
+    tokens: int = 300,
+) -> Section:
+    """Kill so many times, spread over all roles, or these `victims`; do something `then`."""
     rows = {name: _Row() for name in ROLES}
     world = make_world(directory, loop=loop)
-    with world, Hurt(world, seed=seed) as hurt:
-        victims = _victims(count, hurt.drawn)
-        for name in victims:
+    with world, Hurt(world, seed=seed, tokens=tokens) as hurt:
+        for name in victims or _victims(count, hurt.drawn):
             time.sleep(hurt.drawn.random())  # at any moment of what is under way
             row = rows[name]
             row.whole_s.append(hurt.kill(name))
             row.kills += 1
             row.lost += hurt.lost()
+        then(hurt)
     return _section(rows, hurt.tally, seed)
 
 

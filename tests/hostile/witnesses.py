@@ -54,13 +54,13 @@ class Streams:
 
     def __init__(self, world: World, questions: list[Question], tally: Tally, front_gone: Callable[[], int]):
         self._client = Client(world.api_url, world.model_dir.name, timeout_s=120)
-        self._questions = questions
+        self.questions = questions
         self._tally = tally
         self._front_gone = front_gone
 
     def step(self, drawn: random.Random) -> None:
         """Ask once."""
-        question, before = drawn.choice(self._questions), self._front_gone()
+        question, before = drawn.choice(self.questions), self._front_gone()
         reply = Reply()
         try:
             self._client.ask(question.prompt, max_tokens=question.max_tokens, into=reply)
@@ -236,6 +236,11 @@ class Ledger:
         session.since_s = time.monotonic()
         self._tally.add("checkpoints acknowledged")
         return True
+
+    def known(self) -> list[str]:
+        """Return the sessions there are."""
+        with self._lock:
+            return [session.session for session in self._sessions]
 
     def check(self) -> int:
         """Ask the controller for every session; return how many of its promises it does not know."""

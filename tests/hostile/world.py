@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -64,9 +65,9 @@ class World(Cluster):
     """A cluster whose cache keeps its blocks on disk and tells the index of them every two seconds."""
 
     def common(self, member: Member) -> str:
-        """Return what comes before a member's section."""
+        """Return what comes before a member's section; everything is logged."""
         key = 'storage_key_file = "storage.key"\n' if member.name == "cache" else ""
-        return key + super().common(member)
+        return key + super().common(member).replace('level = "info"', 'level = "debug"')
 
     def section(self, name: str) -> str:
         """Return a member's section of its configuration."""
@@ -80,6 +81,7 @@ class World(Cluster):
         return written
 
     def __enter__(self) -> World:
+        self.refusals: deque[bytes] = deque(maxlen=10_000)
         self._asker = Asker(self.directory)
         self._asker.__enter__()
         try:
@@ -98,7 +100,10 @@ class World(Cluster):
     ) -> Answer:
         """Make a request with a member's certificate; `octets` are a body that is a container."""
         pieces = (memoryview(octets),) if octets else ()
-        return self._asker.ask(who, self.uris[whom], operation, body, pieces)
+        answer = self._asker.ask(who, self.uris[whom], operation, body, pieces)
+        if not answer.response.is_success:
+            self.refusals.append(answer.body)
+        return answer
 
     def ask_for(self, kind: type[T], who: str, whom: str, operation: Operation, body: object = None) -> T:
         """Make a request and return the message its answer holds. Raises `KVSPError` where it is refused."""

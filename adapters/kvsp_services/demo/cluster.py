@@ -54,6 +54,7 @@ class Member:
 
     name: str
     base_uri: str
+    host: str
     port: int
     monitoring_port: int
     config: Path
@@ -68,18 +69,24 @@ class Member:
         """Return whether it says that it is ready."""
         try:
             with urllib.request.urlopen(
-                f"http://127.0.0.1:{self.monitoring_port}/ready", timeout=5
+                f"http://{self.host}:{self.monitoring_port}/ready", timeout=5
             ) as answer:
                 return bool(answer.status == 200)
         except (OSError, urllib.error.URLError):
             return False
 
+    def exposition(self) -> str:
+        """Return its metrics as they are exposed."""
+        with urllib.request.urlopen(
+            f"http://{self.host}:{self.monitoring_port}/metrics", timeout=5
+        ) as answer:
+            text: str = answer.read().decode()
+        return text
+
     def metrics(self) -> dict[str, float]:
         """Return its counters, summed over their labels."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.monitoring_port}/metrics", timeout=5) as answer:
-            lines = answer.read().decode().splitlines()
         found: dict[str, float] = {}
-        for line in lines:
+        for line in self.exposition().splitlines():
             if line and not line.startswith("#"):
                 name, _, value = line.rpartition(" ")
                 name = name.partition("{")[0]
@@ -106,10 +113,11 @@ class Cluster:
                 self.uris[name] = "spiffe://demo.example/operator"
                 continue
             port, monitoring = next(ports), next(ports)
-            self.uris[name] = f"https://127.0.0.1:{port}/{name}/"
+            self.uris[name] = f"https://{self.host(name)}:{port}/{name}/"
             self.members[name] = Member(
                 name,
                 self.uris[name],
+                self.host(name),
                 port,
                 monitoring,
                 directory / f"{name}.toml",
@@ -121,7 +129,15 @@ class Cluster:
         self.scope: Scope
         self._prepare()
 
-    # What it is made of
+    # What it is made of; clusters of another kind may want some of it otherwise
+
+    def host(self, name: str) -> str:
+        """Return the address that a member listens on."""
+        return "127.0.0.1"
+
+    def command(self, member: Member) -> list[str]:
+        """Return what runs a member."""
+        return [sys.executable, "-m", "kvsp_services.cli", "serve", str(member.config)]
 
     def _prepare(self) -> None:
         directory = self.directory
@@ -164,13 +180,13 @@ class Cluster:
             f'data_dir = "data-{member.name}"\nloop = "{self._loop}"\n'
             'descriptor_files = ["descriptor.json"]\n'
             + ('storage_key_file = "storage.key"\n' if stores else "")
-            + f"[monitoring]\nport = {member.monitoring_port}\n"
+            + f'[monitoring]\nhost = "{member.host}"\nport = {member.monitoring_port}\n'
             + '[log]\nformat = "json"\nlevel = "info"\n'
             + ('[[scopes]]\nkey_file = "tenant.key"\n' if scoped else "")
         )
 
     def section(self, name: str) -> str:
-        """Return a member's section of its configuration; a cluster of another kind may want others."""
+        """Return a member's section of its configuration."""
         section = {"cache": "holder", "front": "front_end"}.get(
             name, "instance" if name in INSTANCES else name
         )
@@ -219,11 +235,10 @@ class Cluster:
     def launch(self, name: str, environment: Mapping[str, str] = MappingProxyType({})) -> None:
         """Start a process, with these environment variables besides those there are."""
         member = self.members[name]
-        command = [sys.executable, "-m", "kvsp_services.cli", "serve", str(member.config)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment}
         with member.log.open("ab") as log:
             member.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
+                self.command(member), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
             )
 
     def wait_ready(self, name: str) -> None:
