@@ -3,41 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any, Final, Generic, TypeVar, cast
+from typing import Any, Final, cast
 from urllib.parse import urlsplit
 
-from kvsp_h2 import (
-    SCRATCH_BYTES,
-    ClientConnection,
-    Credentials,
-    Event,
-    SecureConnection,
-    ServerConnection,
-    WireLimits,
-    secure_server,
-)
-from kvsp_h2.connection import Connection
+from kvsp_h2 import ClientConnection, Credentials, Event, SecureConnection, ServerConnection, WireLimits
 from kvsp_h2.pool import Pool, PoolLimits
+from kvsp_h2.pumping import BACKLOG, HTTP, BaseDialer, BaseLink, BaseListener, BaseNetwork
 
 __all__ = ["Link", "Listener", "Network", "open_network", "run"]
 
-HTTP = TypeVar("HTTP", bound=Connection)
-
-_RECEIVE_BYTES: Final = 256 << 10
-_BACKLOG: Final = 1024
-_HIGH_WATER: Final = 64 << 10
+_HIGH_WATER: Final = 256 << 10
 """Octets that a transport holds back before the connection is asked for no more."""
 
 
-class Link(asyncio.BufferedProtocol, Generic[HTTP]):
-    """One connection on its transport. `on_event` is called with each of its events, in turn.
+class Link(BaseLink[HTTP], asyncio.BufferedProtocol):
+    """One connection on its transport."""
 
-    Answers and requests given to `http` outside of `on_event` are sent by `flush`.
-    """
+    _network: Network
 
     def __init__(
         self,
@@ -46,35 +31,10 @@ class Link(asyncio.BufferedProtocol, Generic[HTTP]):
         on_event: Callable[[Link[HTTP], Event], None],
         links: set[Link[HTTP]],
     ) -> None:
-        self.connection = connection
-        self._network = network
-        self._on_event = on_event
-        self._links = links
+        super().__init__(network, connection, on_event, links)
         self._transport: asyncio.Transport | None = None
-        self._paused = self._turning = False
+        self._paused = False
         self._timer: asyncio.TimerHandle | None = None
-
-    @property
-    def http(self) -> HTTP:
-        """The HTTP/2 connection; there is one from `Established` on."""
-        http = self.connection.http
-        assert http is not None, "the handshake is not complete"
-        return http
-
-    def flush(self) -> None:
-        """Tell what has happened, and send what there is to send."""
-        if self._turning:
-            return
-        self._turning = True
-        try:
-            self._turn()
-        finally:
-            self._turning = False
-
-    def shutdown(self) -> None:
-        """Close in order."""
-        self.connection.shutdown(self._network.now_ms())
-        self.flush()
 
     def abort(self) -> None:
         """Close at once."""
@@ -84,14 +44,7 @@ class Link(asyncio.BufferedProtocol, Generic[HTTP]):
     def _turn(self) -> None:
         connection = self.connection
         while True:
-            event = connection.next_event()
-            if event is not None:
-                try:
-                    self._on_event(self, event)
-                except Exception as error:
-                    self._network.report(error)
-                    self.abort()
-                continue
+            self._tell()
             if self._paused or self._transport is None:
                 break
             octets = connection.data_to_send()
@@ -145,14 +98,10 @@ class Link(asyncio.BufferedProtocol, Generic[HTTP]):
     def connection_lost(self, error: Exception | None) -> None:
         """End."""
         self._transport = None
-        self._links.discard(self)
-        self.connection.receive_eof(self._network.now_ms())
-        self.flush()
+        self._end()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if not self._links:
-            self._network.quiet.set()
 
     def _set_timer(self) -> None:
         """Wake up by the connection's deadline. Deadlines mostly move away, and an early call is a no-op."""
@@ -172,17 +121,14 @@ class Link(asyncio.BufferedProtocol, Generic[HTTP]):
         self.flush()
 
 
-class Network:
+class Network(BaseNetwork):
     """What the connections of one event loop share. Made inside the loop; `close` ends all that came of
     it."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.loop = asyncio.get_running_loop()
-        self.memory = memoryview(bytearray(_RECEIVE_BYTES))
-        self.scratch = memoryview(bytearray(SCRATCH_BYTES))
-        self.quiet = asyncio.Event()
-        """Set when some listener or service has lost its last connection."""
-        self._parts: list[Listener | _Dialer] = []
+        self._quiet = asyncio.Event()
 
     def now_ms(self) -> int:
         """Return the time of the loop's monotonic clock."""
@@ -191,6 +137,10 @@ class Network:
     def report(self, error: Exception) -> None:
         """Show an error of somebody's `on_event`: it costs that connection, no other."""
         self.loop.call_exception_handler({"message": "dealing with an event failed", "exception": error})
+
+    def link_lost(self) -> None:
+        """Wake up who waits for connections to end."""
+        self._quiet.set()
 
     async def listen(
         self,
@@ -214,17 +164,14 @@ class Network:
         def accept() -> asyncio.BaseProtocol:
             if len(listener.links) >= max_connections:
                 return _Refusal()
-            connection = secure_server(
-                credentials, base_uri, self.now_ms(), limits=limits, scratch=self.scratch
-            )
-            return Link(self, connection, on_event, listener.links)
+            return Link(self, self._accepted(credentials, base_uri, limits), on_event, listener.links)
 
         listener = Listener()
         if sock is not None:
-            listener.server = await self.loop.create_server(accept, sock=sock, backlog=_BACKLOG)
+            listener.server = await self.loop.create_server(accept, sock=sock, backlog=BACKLOG)
         else:
             listener.server = await self.loop.create_server(
-                accept, host, port, backlog=_BACKLOG, reuse_port=reuse_port
+                accept, host, port, backlog=BACKLOG, reuse_port=reuse_port
             )
         listener.port = int(listener.server.sockets[0].getsockname()[1])
         self._parts.append(listener)
@@ -239,23 +186,16 @@ class Network:
         pool_limits: PoolLimits | None = None,
     ) -> Pool:
         """Return the role at `base_uri` as something to call. Connections are opened as calls need them."""
-        pool = Pool(credentials, base_uri, random.random, limits=pool_limits, wire_limits=limits)
+        pool = self._pool(credentials, base_uri, limits, pool_limits)
         self._parts.append(_Dialer(self, pool))
         return pool
 
     async def close(self) -> None:
         """Close everything in order."""
-        for part in self._parts:
-            part.shutdown()
-        while any(part.links for part in self._parts):
-            self.quiet.clear()
-            await self.quiet.wait()
-
-    def abort(self) -> None:
-        """Close everything at once."""
-        for part in self._parts:
-            part.abort()
-        self._parts.clear()
+        self._shut_down()
+        while any(self._open_links()):
+            self._quiet.clear()
+            await self._quiet.wait()
 
 
 @asynccontextmanager
@@ -269,27 +209,13 @@ async def open_network() -> AsyncIterator[Network]:
         network.abort()
 
 
-class Listener:
+class Listener(BaseListener[Link[ServerConnection]]):
     """A role that is being served."""
 
     server: asyncio.Server
-    port: int
-    """The port it listens on."""
 
-    def __init__(self) -> None:
-        self.links: set[Link[ServerConnection]] = set()
-
-    def shutdown(self) -> None:
-        """Accept no more connections, and close those there are in order."""
+    def _stop_accepting(self) -> None:
         self.server.close()
-        for link in tuple(self.links):
-            link.shutdown()
-
-    def abort(self) -> None:
-        """Close everything at once."""
-        self.server.close()
-        for link in tuple(self.links):
-            link.abort()
 
 
 class _Refusal(asyncio.Protocol):
@@ -299,35 +225,21 @@ class _Refusal(asyncio.Protocol):
         cast(asyncio.Transport, transport).abort()
 
 
-class _Dialer:
+class _Dialer(BaseDialer[Link[ClientConnection]]):
     """Opens the connections that a pool wants."""
 
+    _network: Network
+
     def __init__(self, network: Network, pool: Pool) -> None:
-        self.links: set[Link[ClientConnection]] = set()
-        self._network = network
-        self._pool = pool
+        super().__init__(network, pool)
         self._dials: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
-        pool.wake = self._look
 
-    def shutdown(self) -> None:
-        """Fail the calls that wait, and close the connections in order."""
-        self._pool.close("this service is not called any more")
-        for link in tuple(self.links):
-            link.shutdown()
-
-    def abort(self) -> None:
-        """Close everything at once."""
-        self._pool.close("this service is not called any more")
+    def _stop_dialing(self) -> None:
         for task in self._dials:
             task.cancel()
         if self._timer is not None:
             self._timer.cancel()
-        for link in tuple(self.links):
-            link.abort()
-
-    def _receive(self, link: Link[ClientConnection], event: Event) -> None:
-        self._pool.receive(link, event, self._network.now_ms())
 
     def _look(self) -> None:
         """Open a connection where the pool wants one, now or at its deadline."""
@@ -346,14 +258,13 @@ class _Dialer:
         where = urlsplit(pool.base_uri)
 
         def make() -> Link[ClientConnection]:
-            connection = pool.dial(network.now_ms(), network.scratch)
-            return Link(network, connection, self._receive, self.links)
+            return Link(network, self._connection(), self._receive, self.links)
 
         try:
             async with asyncio.timeout(pool.wire_limits.handshake_ms / 1000):
                 await network.loop.create_connection(make, where.hostname or "", where.port or 443)
         except (OSError, TimeoutError, ValueError):
-            pool.dial_failed("the service cannot be reached", network.now_ms())
+            self._unreachable()
 
 
 def run(main: Callable[[], Any]) -> Any:

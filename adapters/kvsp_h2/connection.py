@@ -31,6 +31,7 @@ from kvsp_h2.exchange import Budget, Exchange, HeadEncoder, Lingering
 from kvsp_h2.fields import HeaderList, Malformed, check_trailers
 from kvsp_h2.frames import (
     GOAWAY,
+    HEAD_BYTES,
     RST_STREAM,
     Buffer,
     Fault,
@@ -51,7 +52,7 @@ HIGHEST_STREAM: Final = 2**31 - 1
 _HEADER_TABLE_BYTES: Final = 4096
 _OUTPUT_BYTES: Final = 256 << 10
 """About what `data_to_send` returns at a time."""
-_TURN_BYTES: Final = 64 << 10
+_TURN_BYTES: Final = 128 << 10
 """What one exchange may send before it is the next one's turn."""
 _REMEMBERED: Final = 256
 """Streams that are over whose late frames are told from frames that break the protocol."""
@@ -160,7 +161,7 @@ class Connection:
             parts.append(bytes(self._control))
             self._control.clear()
         room = 0 if self._ended else _OUTPUT_BYTES
-        while room > 0 and self._ready:
+        while room > HEAD_BYTES and self._ready:
             exchange = self._ready.popleft()
             exchange.queued = False
             if exchange.gone:
@@ -180,33 +181,35 @@ class Connection:
         return b"".join(parts)
 
     def _put_into_frames(self, exchange: Exchange, room: int, parts: list[Buffer]) -> int:
-        """Append DATA frames as far as room, windows and what there is go; return the octets of data."""
+        """Append DATA frames as far as room, windows and what there is go; return the octets of frames."""
         stream, out = exchange.state, exchange.out
-        protocol = self._h2
+        protocol, stream_id = self._h2, exchange.stream_id
+        largest = protocol.max_outbound_frame_size
+        # Heads count too, so that what goes out at a time fills records of TLS evenly.
+        heads_bytes = -(-room // (largest + HEAD_BYTES)) * HEAD_BYTES
         window = min(protocol.outbound_flow_control_window, stream.outbound_flow_control_window)
-        count = min(room, exchange.out_bytes, window)
+        count = min(room - heads_bytes, exchange.out_bytes, window)
         if count <= 0:
             if exchange.out_end and not exchange.out_bytes:
-                parts.append(data_head(exchange.stream_id, 0, True))
+                parts.append(data_head(stream_id, 0, True))
             return 0
-        ends_after = exchange.out_bytes if exchange.out_end else -1
-        left, done, largest = count, 0, protocol.max_outbound_frame_size
+        last = exchange.out_end and count == exchange.out_bytes
+        full = data_head(stream_id, largest, False)
+        piece, at, left = out.popleft(), 0, count
         while left:
-            length = min(left, largest)
-            done += length
-            parts.append(data_head(exchange.stream_id, length, done == ends_after))
-            while length:
-                piece = out[0]
-                if piece.nbytes <= length:
-                    parts.append(piece)
-                    out.popleft()
-                    length -= piece.nbytes
-                    left -= piece.nbytes
-                else:
-                    parts.append(piece[:length])
-                    out[0] = piece[length:]
-                    left -= length
-                    length = 0
+            length = largest if left > largest else left
+            left -= length
+            parts.append(
+                full if left and length == largest else data_head(stream_id, length, last and not left)
+            )
+            while (rest := piece.nbytes - at) < length:
+                parts.append(piece[at:])
+                length -= rest
+                piece, at = out.popleft(), 0
+            parts.append(piece[at : at + length])
+            at += length
+        if at < piece.nbytes:
+            out.appendleft(piece[at:])
         protocol.outbound_flow_control_window -= count
         stream.outbound_flow_control_window -= count
         exchange.out_bytes -= count
@@ -216,7 +219,7 @@ class Connection:
             exchange.pressed = False
             if not exchange.out_end:
                 self._events.append(OutputReady(exchange.stream_id))
-        return count
+        return count + heads_bytes
 
     def _queue(self, exchange: Exchange) -> None:
         """Give an exchange a turn, where it has output and its peer has room for it."""

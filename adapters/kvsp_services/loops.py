@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import importlib
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import Any, Final
 
-__all__ = ["AsyncioLoop", "TrioLoop", "Workers"]
+import anyio
+import sniffio
+from anyio.abc import TaskGroup
+
+from kvsp_services.ports import Loop
+
+__all__ = ["AsyncioLoop", "TrioLoop", "Workers", "open_loop"]
 
 _WORKERS: Final = 4
 
@@ -114,3 +122,23 @@ class TrioLoop:
     def in_thread(self, order: object, work: Callable[[], None]) -> None:
         """Run in another thread."""
         self._workers.submit(order, work)
+
+
+@asynccontextmanager
+async def open_loop() -> AsyncIterator[tuple[Loop, Any, TaskGroup]]:
+    """Open what drivers need of the loop that is running, asyncio or trio: its port, a network, tasks.
+
+    All of it ends with the block.
+    """
+    on_trio = sniffio.current_async_library() == "trio"
+    # Only the pump that is used is imported, so that the other one's packages need not be there.
+    pump = importlib.import_module("kvsp_trio" if on_trio else "kvsp_asyncio")
+    workers = Workers()
+    try:
+        async with pump.open_network() as network, anyio.create_task_group() as tasks:
+            try:
+                yield TrioLoop(tasks, workers) if on_trio else AsyncioLoop(workers), network, tasks
+            finally:
+                tasks.cancel_scope.cancel()
+    finally:
+        workers.close()

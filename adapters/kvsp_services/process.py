@@ -8,12 +8,11 @@ number of times.
 
 from __future__ import annotations
 
-import importlib
 import signal
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol, runtime_checkable
@@ -41,7 +40,7 @@ from kvsp_services.driver import Driver
 from kvsp_services.engine_port import ThreadedEngine, numpy_engine
 from kvsp_services.epochs import next_epoch
 from kvsp_services.generations import Generations, serve_api
-from kvsp_services.loops import AsyncioLoop, TrioLoop, Workers
+from kvsp_services.loops import TrioLoop, open_loop
 from kvsp_services.metrics import Metrics
 from kvsp_services.monitoring import MonitoringServer
 from kvsp_services.openai_api import make_app
@@ -363,34 +362,21 @@ class Process:
             role.close()
 
 
-def _network_of(loop: LoopName) -> Callable[[], AbstractAsyncContextManager[Any]]:
-    # Only the pump that is used is imported, so that the other one's packages need not be there.
-    pump = importlib.import_module("kvsp_trio" if loop == "trio" else "kvsp_asyncio")
-    opened: Callable[[], AbstractAsyncContextManager[Any]] = pump.open_network
-    return opened
-
-
 @asynccontextmanager
-async def running(config: Config, loop: LoopName, metrics: Metrics) -> AsyncIterator[tuple[Process, Any]]:
+async def running(config: Config, metrics: Metrics) -> AsyncIterator[tuple[Process, Any]]:
     """Have a process, not started yet, on the running loop, with a group for its tasks; close it then."""
-    workers = Workers()
-    try:
-        async with _network_of(loop)() as network, anyio.create_task_group() as tasks:
-            port: Loop = TrioLoop(tasks, workers) if loop == "trio" else AsyncioLoop(workers)
-            process = Process(config, port, network, metrics)
-            try:
-                yield process, tasks
-            finally:
-                process.close()
-                tasks.cancel_scope.cancel()
-    finally:
-        workers.close()
+    async with open_loop() as (loop, network, tasks):
+        process = Process(config, loop, network, metrics)
+        try:
+            yield process, tasks
+        finally:
+            process.close()
 
 
-async def _serve(config: Config, loop: LoopName, started: Callable[[], None]) -> str | None:
+async def _serve(config: Config, started: Callable[[], None]) -> str | None:
     metrics = Metrics()
     log = structlog.get_logger()
-    async with running(config, loop, metrics) as (process, tasks):
+    async with running(config, metrics) as (process, tasks):
         monitoring = None
         if config.monitoring.enabled:
             monitoring = MonitoringServer(
@@ -430,7 +416,7 @@ def serve(
     backend = "trio" if chosen == "trio" else "asyncio"
     options = {"use_uvloop": True} if chosen == "uvloop" else {}
     try:
-        return anyio.run(partial(_serve, config, chosen, started), backend=backend, backend_options=options)
+        return anyio.run(partial(_serve, config, started), backend=backend, backend_options=options)
     except BaseExceptionGroup as group:
         raise _first_of(group) from None
 

@@ -3,41 +3,23 @@
 from __future__ import annotations
 
 import math
-import random
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Final, Generic, TypeVar
 from urllib.parse import urlsplit
 
 import trio
 
-from kvsp_h2 import (
-    SCRATCH_BYTES,
-    ClientConnection,
-    Credentials,
-    Event,
-    SecureConnection,
-    ServerConnection,
-    WireLimits,
-    secure_server,
-)
-from kvsp_h2.connection import Connection
+from kvsp_h2 import ClientConnection, Credentials, Event, SecureConnection, ServerConnection, WireLimits
 from kvsp_h2.pool import Pool, PoolLimits
-from kvsp_trio.streams import RECEIVE_BYTES, AnyStream, LoopSocket
+from kvsp_h2.pumping import BACKLOG, HTTP, BaseDialer, BaseLink, BaseListener, BaseNetwork
+from kvsp_trio.streams import AnyStream, LoopSocket
 
 __all__ = ["Link", "Listener", "Network", "open_network"]
 
-HTTP = TypeVar("HTTP", bound=Connection)
 
-_BACKLOG: Final = 1024
-
-
-class Link(Generic[HTTP]):
-    """One connection on its stream. `on_event` is called with each of its events, in turn.
-
-    Answers and requests given to `http` outside of `on_event` are sent by `flush`.
-    """
+class Link(BaseLink[HTTP]):
+    """One connection on its stream."""
 
     def __init__(
         self,
@@ -47,41 +29,16 @@ class Link(Generic[HTTP]):
         stream: trio.abc.Stream,
         links: set[Link[HTTP]],
     ) -> None:
-        self.connection = connection
-        self._network = network
-        self._on_event = on_event
+        super().__init__(network, connection, on_event, links)
         self._stream: LoopSocket | AnyStream
         if isinstance(stream, trio.SocketStream):
             self._stream = LoopSocket(stream, network.memory)
         else:
             self._stream = AnyStream(stream)
-        self._links = links
         self._unsent = memoryview(b"")
         self._wake = trio.Event()
-        self._turning = self._eof = self._over = False
+        self._eof = self._over = False
         self._scope = trio.CancelScope()
-
-    @property
-    def http(self) -> HTTP:
-        """The HTTP/2 connection; there is one from `Established` on."""
-        http = self.connection.http
-        assert http is not None, "the handshake is not complete"
-        return http
-
-    def flush(self) -> None:
-        """Tell what has happened, and send what there is to send."""
-        if self._turning:
-            return
-        self._turning = True
-        try:
-            self._turn()
-        finally:
-            self._turning = False
-
-    def shutdown(self) -> None:
-        """Close in order."""
-        self.connection.shutdown(self._network.now_ms())
-        self.flush()
 
     def abort(self) -> None:
         """Close at once."""
@@ -102,24 +59,14 @@ class Link(Generic[HTTP]):
             pass  # the peer is gone, and that is said below
         finally:
             self._over = True
-            self._links.discard(self)
-            self.connection.receive_eof(self._network.now_ms())
-            self.flush()
-            self._network.link_lost()
+            self._end()
             with trio.CancelScope(shield=True):
                 await self._stream.aclose()
 
     def _turn(self) -> None:
         connection = self.connection
         while True:
-            event = connection.next_event()
-            if event is not None:
-                try:
-                    self._on_event(self, event)
-                except Exception as error:
-                    self._network.report(error)
-                    self.abort()
-                continue
+            self._tell()
             if self._unsent or self._over:
                 break
             octets = memoryview(connection.data_to_send())
@@ -163,14 +110,12 @@ class Link(Generic[HTTP]):
                 self.flush()
 
 
-class Network:
+class Network(BaseNetwork):
     """What the connections of one trio program share; made by `open_network`."""
 
     def __init__(self, nursery: trio.Nursery) -> None:
+        super().__init__()
         self.nursery = nursery
-        self.memory = memoryview(bytearray(RECEIVE_BYTES))
-        self.scratch = memoryview(bytearray(SCRATCH_BYTES))
-        self._parts: list[Listener | _Dialer] = []
         self._quiet = trio.Event()
 
     def now_ms(self) -> int:
@@ -205,12 +150,10 @@ class Network:
             if len(listener.links) >= max_connections:
                 await trio.aclose_forcefully(stream)
                 return
-            connection = secure_server(
-                credentials, base_uri, self.now_ms(), limits=limits, scratch=self.scratch
-            )
+            connection = self._accepted(credentials, base_uri, limits)
             await Link(self, connection, on_event, stream, listener.links).run()
 
-        listener = Listener(serve, await trio.open_tcp_listeners(port, host=host, backlog=_BACKLOG))
+        listener = Listener(serve, await trio.open_tcp_listeners(port, host=host, backlog=BACKLOG))
         self.nursery.start_soon(listener.run, self.nursery)
         self._parts.append(listener)
         return listener
@@ -228,23 +171,16 @@ class Network:
 
         `connect` opens them where they are not to go to the host and port of the base URI.
         """
-        pool = Pool(credentials, base_uri, random.random, limits=pool_limits, wire_limits=limits)
+        pool = self._pool(credentials, base_uri, limits, pool_limits)
         self._parts.append(_Dialer(self, pool, connect))
         return pool
 
     async def close(self) -> None:
         """Close everything in order."""
-        for part in self._parts:
-            part.shutdown()
-        while any(part.links for part in self._parts):
+        self._shut_down()
+        while any(self._open_links()):
             self._quiet = trio.Event()
             await self._quiet.wait()
-
-    def abort(self) -> None:
-        """Close everything at once."""
-        for part in self._parts:
-            part.abort()
-        self._parts.clear()
 
 
 @asynccontextmanager
@@ -260,16 +196,15 @@ async def open_network() -> AsyncIterator[Network]:
         nursery.cancel_scope.cancel()
 
 
-class Listener:
+class Listener(BaseListener[Link[ServerConnection]]):
     """A role that is being served; `serve` does so on one stream."""
 
     def __init__(
         self, serve: Callable[[trio.abc.Stream], Awaitable[None]], listeners: list[trio.SocketListener]
     ) -> None:
-        self.links: set[Link[ServerConnection]] = set()
+        super().__init__()
         self.serve = serve
         self.port = int(listeners[0].socket.getsockname()[1])
-        """The port it listens on."""
         self._listeners = listeners
         self._accepting = trio.CancelScope()
 
@@ -278,50 +213,27 @@ class Listener:
         with self._accepting:
             await trio.serve_listeners(self.serve, self._listeners, handler_nursery=nursery)
 
-    def shutdown(self) -> None:
-        """Accept no more connections, and close those there are in order."""
+    def _stop_accepting(self) -> None:
         self._accepting.cancel()
-        for link in tuple(self.links):
-            link.shutdown()
-
-    def abort(self) -> None:
-        """Close everything at once."""
-        self._accepting.cancel()
-        for link in tuple(self.links):
-            link.abort()
 
 
-class _Dialer:
+class _Dialer(BaseDialer[Link[ClientConnection]]):
     """Opens the connections that a pool wants."""
+
+    _network: Network
 
     def __init__(
         self, network: Network, pool: Pool, connect: Callable[[], Awaitable[trio.abc.Stream]] | None
     ) -> None:
-        self.links: set[Link[ClientConnection]] = set()
-        self._network = network
-        self._pool = pool
+        super().__init__(network, pool)
         self._connect = connect or self._connect_to_host
         self._waits = trio.CancelScope()
         self._dials = trio.CancelScope()
         """That of the one attempt that is made at a time."""
-        pool.wake = self._look
 
-    def shutdown(self) -> None:
-        """Fail the calls that wait, and close the connections in order."""
-        self._pool.close("this service is not called any more")
-        for link in tuple(self.links):
-            link.shutdown()
-
-    def abort(self) -> None:
-        """Close everything at once."""
-        self._pool.close("this service is not called any more")
+    def _stop_dialing(self) -> None:
         self._dials.cancel()
         self._waits.cancel()
-        for link in tuple(self.links):
-            link.abort()
-
-    def _receive(self, link: Link[ClientConnection], event: Event) -> None:
-        self._pool.receive(link, event, self._network.now_ms())
 
     def _look(self) -> None:
         """Open a connection where the pool wants one, now or at its deadline."""
@@ -351,10 +263,9 @@ class _Dialer:
                 with trio.fail_after(pool.wire_limits.handshake_ms / 1000):
                     stream = await self._connect()
             except (OSError, trio.TooSlowError, ValueError):
-                pool.dial_failed("the service cannot be reached", network.now_ms())
+                self._unreachable()
         if stream is not None:
-            connection = pool.dial(network.now_ms(), network.scratch)
-            await Link(network, connection, self._receive, stream, self.links).run()
+            await Link(network, self._connection(), self._receive, stream, self.links).run()
 
 
 def _seconds(due_ms: int | None) -> float:

@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import socket
 from contextlib import suppress
-from typing import Final
 
 import trio
 
 from kvsp_h2.frames import Buffer
+from kvsp_h2.pumping import RECEIVE_BYTES
 
-__all__ = ["RECEIVE_BYTES", "AnyStream", "LoopSocket"]
-
-RECEIVE_BYTES: Final = 256 << 10
+__all__ = ["AnyStream", "LoopSocket"]
 
 
 class LoopSocket:

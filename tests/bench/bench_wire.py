@@ -22,12 +22,13 @@ from pathlib import Path
 
 from kvsp_services.pki import init_ca, issue
 from tests.bench import Row, left_out, row, tool
+from tests.bench.wire_server import BLOCKS, CLIENT_URI, LOOKUP, path_of
 
 __all__ = ["rows"]
 
 ROOT = Path(__file__).resolve().parents[2]
 ROUNDS = int(os.environ.get("KVSP_WIRE_ROUNDS", "5"))
-MIB2, MIB64 = 2 << 20, 64 << 20
+MIB2 = BLOCKS["2m"]
 NGINX = """
 worker_processes 1; daemon off; error_log {folder}/error.log; pid {folder}/nginx.pid;
 events {{ worker_connections 1024; }}
@@ -43,7 +44,7 @@ http {{
   }}
 }}
 """
-DOCUMENT = json.dumps({"keys": ["ab" * 32] * 14, "ttl_ms": 1000}).encode()
+DOCUMENT = json.dumps(LOOKUP).encode()
 
 
 class Bench:
@@ -54,23 +55,27 @@ class Bench:
         self.processes: dict[str, subprocess.Popen[str]] = {}
         self.ports: dict[str, int] = {}
         init_ca(folder)
-        issue(folder, uri="spiffe://bench.example/client", name="client")
+        issue(folder, uri=CLIENT_URI, name="client")
 
     def start(self, name: str, *arguments: str) -> None:
         """Start one of our servers."""
-        port = self.ports[name] = free_port()
-        issue(self.folder, uri=f"https://localhost:{port}/kvsp/", name="server", hosts=["127.0.0.1"])
-        command = [sys.executable, "-m", "tests.bench.wire_server", arguments[0], str(port), str(self.folder)]
-        self._run(name, [*command, *arguments[1:]])
-        wait_for(port)
+        ports = free_ports(2)
+        self.ports[name], self.ports[f"{name}_index"] = ports
+        for port in ports:
+            uri = f"https://localhost:{port}/kvsp/"
+            issue(self.folder, uri=uri, name=f"server{port}", hosts=["127.0.0.1"])
+        kind, *options = arguments
+        module = [sys.executable, "-m", "tests.bench.wire_server", kind]
+        self._run(name, [*module, *map(str, ports), str(self.folder), *options])
+        wait_for(ports[0])
 
     def start_nginx(self, path: str) -> None:
         """Start nginx with the same files."""
-        www = self.folder / "www" / "kvsp" / "blocks"
-        www.mkdir(parents=True)
-        (www / "2m").write_bytes(os.urandom(MIB2))
-        (www / "64m").write_bytes(os.urandom(1 << 20) * 64)
-        self.ports.update(nginx=free_port(), mutual_nginx=free_port())
+        www = self.folder / "www" / "kvsp"
+        for size, size_bytes in BLOCKS.items():
+            (www / path_of(size)).parent.mkdir(parents=True, exist_ok=True)
+            (www / path_of(size)).write_bytes(os.urandom(1 << 20) * (size_bytes >> 20))
+        self.ports["nginx"], self.ports["mutual_nginx"] = free_ports(2)
         issue(self.folder, uri="https://localhost/", name="nginx")
         kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
         configuration = NGINX.format(
@@ -121,7 +126,7 @@ class Bench:
     def client(self, kind: str, server: str, count: int, *options: str) -> tuple[float, float]:
         """Return octets a second and CPU seconds a gigabyte of a client of ours or of others."""
         command = [sys.executable, "-m", "tests.bench.wire_client", kind, str(self.ports[server])]
-        command += [str(self.folder), "blocks/2m", str(count), "4", *options]
+        command += [str(self.folder), path_of("2m"), str(count), "4", *options]
         environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'adapters'}"}
         said = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=True)
         wall, cpu, octets = map(float, said.stdout.split())
@@ -130,7 +135,7 @@ class Bench:
     def curl_and_digest(self, count: int) -> float:
         """Return octets a second of curl piped into a digest, as a careful user of nginx would do."""
         folder = self.folder
-        urls = f"https://localhost:{self.ports['mutual_nginx']}/kvsp/blocks/2m?[1-{count}]"
+        urls = f"https://localhost:{self.ports['mutual_nginx']}/kvsp/{path_of('2m')}?[1-{count}]"
         curl = ["curl", "-s", "--http2", "--cacert", folder / "ca.pem", "--cert", folder / "client.pem"]
         started = time.perf_counter()
         with subprocess.Popen([*curl, "--key", folder / "client.key", urls], stdout=subprocess.PIPE) as fetch:
@@ -197,19 +202,19 @@ def rows() -> Iterator[Row]:
 
 def served_rows(bench: Bench) -> Iterator[Row]:
     """Blocks from our server and from nginx to h2load."""
-    for path, count, size in (("blocks/2m", 300, MIB2), ("blocks/64m", 10, MIB64)):
+    for name, count in (("2m", 300), ("64m", 10)):
+        size = BLOCKS[name]
 
-        def ours(count: int = count, path: str = path) -> float:
-            return bench.h2load("open", path, count)
+        def ours(count: int = count, name: str = name) -> float:
+            return bench.h2load("open", path_of(name), count)
 
-        def theirs(count: int = count, path: str = path) -> float:
-            return bench.h2load("nginx", path, count)
+        def theirs(count: int = count, name: str = name) -> float:
+            return bench.h2load("nginx", path_of(name), count)
 
         rate = medians({"ours": ours, "nginx": theirs})
-        name = path.removeprefix("blocks/") + "ib"
         note = f"{rate['ours'] * size / 1e6:,.0f} and {rate['nginx'] * size / 1e6:,.0f} MB/s"
         yield row(
-            f"wire.server.{name}.vs_nginx", rate["ours"] / rate["nginx"], "ratio", at_least=0.95, note=note
+            f"wire.server.{name}ib.vs_nginx", rate["ours"] / rate["nginx"], "ratio", at_least=0.95, note=note
         )
 
 
@@ -218,7 +223,7 @@ def small_rows(bench: Bench) -> Iterator[Row]:
     bench.start("hypercorn", "hypercorn")
     rate = medians(
         {
-            "ours": lambda: bench.h2load("open", "lookup", 6000, body=True, streams=16),
+            "ours": lambda: bench.h2load("open_index", "lookup", 6000, body=True, streams=16),
             "hypercorn": lambda: bench.h2load("hypercorn", "lookup", 2000, body=True, streams=16),
             "nginx": lambda: bench.h2load("nginx", "lookup", 20_000, streams=16),
         }
@@ -244,7 +249,7 @@ def fetched_rows(bench: Bench) -> Iterator[Row]:
     rate = medians(
         {
             "ours": lambda: bench.client("uvloop", "uvloop", 300)[0],
-            "nginx": lambda: bench.h2load("nginx", "blocks/2m", 300) * MIB2,
+            "nginx": lambda: bench.h2load("nginx", path_of("2m"), 300) * MIB2,
             "h2": lambda: bench.client("h2", "h2", 60)[0],
             "httpx": lambda: bench.client("httpx", "hypercorn", 20)[0],
             "trio": lambda: bench.client("trio", "trio", 200)[0],
@@ -314,7 +319,7 @@ def slow_request(port: int) -> bytes:
         (":method", "GET"),
         (":scheme", "https"),
         (":authority", f"localhost:{port}"),
-        (":path", "/kvsp/blocks/64m"),
+        (":path", "/kvsp/" + path_of("64m")),
     ]
     block = Encoder().encode(fields)
     wide = (2**31 - 1).to_bytes(4, "big")
@@ -337,9 +342,10 @@ def medians(candidates: Mapping[str, Callable[[], float]], rounds: int = ROUNDS)
     return {name: statistics.median(values) for name, values in found.items()}
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 def wait_for(port: int) -> None:

@@ -1,14 +1,13 @@
 """A client to measure: ``python -m tests.bench.wire_client KIND PORT FOLDER PATH COUNT AT_ONCE [--verify]``.
 
-Prints seconds, CPU seconds and octets. With ``--verify`` every block is decoded as a container would be
-received: copied into a pooled buffer, SHA-256 of the whole for Repr-Digest and of each of 32 layers.
+Prints seconds, CPU seconds and octets. With ``--verify`` every block goes through the receiver of the
+services: decoded into pooled memory, SHA-256 of the whole for Repr-Digest and of each layer.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import hashlib
 import ssl
 import time
 from pathlib import Path
@@ -20,22 +19,22 @@ import kvsp_asyncio
 import kvsp_trio
 from kvsp_core.heads import Request
 from kvsp_h2 import Credentials, DataReceived, Event, ExchangeEnded, ResponseReceived, WireLimits
+from kvsp_services.buffers import BlockBuffer, BufferPool
+from kvsp_services.receivers import ContainerReceiver
 from tests.bench.wire_plain import PlainClient
-from tests.bench.wire_server import run
-
-LAYERS = 32
+from tests.bench.wire_server import LAYERS, run
 
 
 class Fetching:
-    """Fetches a path a number of times, some at a time, into pooled buffers."""
+    """Fetches a path a number of times, some at a time, into pooled memory."""
 
     def __init__(self, pool: Any, path: str, count: int, *, verify: bool) -> None:
+        self.memory = BufferPool()
         self._pool = pool
         self._request = Request(method="GET", path=path)
         self._left = count
-        self._verify = verify
+        self._kind = _Verified if verify else _Plain
         self._under_way = 0
-        self._buffers: list[bytearray] = []
         self.received = 0
         self.done = anyio.Event()
 
@@ -44,67 +43,68 @@ class Fetching:
             return
         self._left -= 1
         self._under_way += 1
-        one = _One(
-            self,
-            self._buffers.pop()
-            if self._buffers
-            else bytearray(64 << 20 if "64" in self._request.path else 2 << 20),
-            verify=self._verify,
-        )
+        one = self._kind(self)
         one.call = self._pool.call(self._request, on_event=one.on_event)
 
-    def ended(self, one: _One, event: ExchangeEnded) -> None:
-        self.received += one.filled
-        self._buffers.append(one.buffer)
+    def ended(self, event: ExchangeEnded, received: int) -> None:
+        if not event.complete:
+            raise SystemExit(f"a block did not come as it should: {event.reason}")
+        self.received += received
         self._under_way -= 1
         self.fetch()
         if not self._under_way:
             self.done.set()
 
 
-class _One:
-    """One block on its way in."""
+class _Plain:
+    """A block on its way in, not looked at."""
 
     call: Any
 
-    def __init__(self, fetching: Fetching, buffer: bytearray, *, verify: bool) -> None:
+    def __init__(self, fetching: Fetching) -> None:
         self._fetching = fetching
-        self.buffer = buffer
-        self._view = memoryview(buffer)
-        self.filled = 0
-        self._whole = hashlib.sha256() if verify else None
-        self._layer = hashlib.sha256()
-        self._layer_bytes = len(buffer) // LAYERS
-        self._hashed = 0
-        self._digest = ""
+        self._filled = 0
 
     def on_event(self, event: Event) -> None:
         if isinstance(event, DataReceived):
-            data = event.data
-            count = data.nbytes
-            self._view[self.filled : self.filled + count] = data
-            self.filled += count
-            if self._whole is not None:
-                self._hash()
+            count = event.data.nbytes
+            self._view[self._filled : self._filled + count] = event.data
+            self._filled += count
             self.call.acknowledge(count)
         elif isinstance(event, ResponseReceived):
-            self._digest = event.response.repr_digest or ""
+            size = event.response.content_length
+            assert size is not None
+            self._memory = self._fetching.memory.acquire(size)
+            self._view = memoryview(self._memory)
         elif isinstance(event, ExchangeEnded):
-            if not event.complete or (self._whole is not None and self._whole.hexdigest() != self._digest):
-                raise SystemExit(f"a block did not come as it should: {event.reason}")
-            self._fetching.ended(self, event)
+            self._fetching.memory.release(self._memory)
+            self._fetching.ended(event, self._filled)
 
-    def _hash(self) -> None:
-        assert self._whole is not None
-        while self._hashed < self.filled:
-            upto = min(self.filled, (self._hashed // self._layer_bytes + 1) * self._layer_bytes)
-            fresh = self._view[self._hashed : upto]
-            self._whole.update(fresh)
-            self._layer.update(fresh)
-            self._hashed = upto
-            if upto % self._layer_bytes == 0:
-                self._layer.hexdigest()
-                self._layer = hashlib.sha256()
+
+class _Verified:
+    """A block on its way in, decoded and verified as the services do it."""
+
+    call: Any
+
+    def __init__(self, fetching: Fetching) -> None:
+        self._fetching = fetching
+        self._buffer = BlockBuffer(fetching.memory)
+
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, DataReceived):
+            self._receiver.feed(event.data)
+            self.call.acknowledge(event.data.nbytes)
+        elif isinstance(event, ResponseReceived):
+            self._digest = event.response.repr_digest
+            self._receiver = ContainerReceiver(self._buffer, 1 << 30, event.response.content_length)
+        elif isinstance(event, ExchangeEnded):
+            self._receiver.end()
+            if self._receiver.sha256 != self._digest or len(self._receiver.layer_digests) != LAYERS:
+                raise SystemExit("a block is not what its digest says")
+            header = self._buffer.header
+            assert header is not None
+            self._buffer.free()
+            self._fetching.ended(event, header.size_bytes)
 
 
 def main() -> None:

@@ -1,8 +1,9 @@
 """A server to measure: ``python -m tests.bench.wire_server KIND PORT FOLDER [--anybody]``.
 
-It answers GET with a block of 2 or 64 MiB from memory, as a holder does: after a look at who asks, with
-Repr-Digest. POST is read as JSON, checked and answered with JSON. FOLDER has the certificates. With
-``--anybody`` no client certificate is asked for, since h2load has none.
+Ours are real roles behind their driver, as `kvsp serve` runs them: a holder with blocks of 2 and 64 MiB in
+host memory, which authorizes who asks and answers with Repr-Digest, and beside it, on the next port, an index
+for small requests. FOLDER has the certificates. With ``--anybody`` no client certificate is asked for, since
+h2load has none; who has none is then a principal of the policy like any other.
 """
 
 from __future__ import annotations
@@ -13,115 +14,114 @@ import hashlib
 import os
 import ssl
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-import msgspec
+import anyio
 
 import kvsp_asyncio
-import kvsp_trio
-from kvsp_core.answers import block_response, json_response, problem_response
-from kvsp_core.problems import NOT_FOUND, SCOPE_DENIED, Problem
-from kvsp_h2 import (
-    BodyEnded,
-    ConnectionEnded,
-    Credentials,
-    DataReceived,
-    Established,
-    Event,
-    ExchangeEnded,
-    RequestReceived,
-)
+from kvsp_core.container import ContainerHeader
+from kvsp_core.resources import RoleName
+from kvsp_core.roles.authorization import Policy, ScopeRules
+from kvsp_core.roles.holder import Holder
+from kvsp_core.roles.holdings import TierLimits
+from kvsp_core.roles.index import Index
+from kvsp_core.roles.role import BlockName, StoredBlock
+from kvsp_h2 import Credentials
+from kvsp_services.embedding import serve_role
+from kvsp_services.stores.blocks import MemoryTier
 from tests.bench.wire_plain import PlainServer, asgi_application
 
-CLIENT_URI = "spiffe://bench.example/client"
+__all__ = ["BLOCKS", "CLIENT_URI", "LOOKUP", "path_of", "run"]
+
+CLIENT_URI: Final = "spiffe://bench.example/client"
+LAYERS: Final = 32
+COMPAT, SCOPE = "c" * 64, "a" * 32
+BLOCKS: Final = {"2m": 2 << 20, "64m": 64 << 20}
+TIER: Final = "host"
+LOOKUP: Final = {"compat_id": COMPAT, "scope_id": SCOPE, "block_keys": [f"{n:064x}" for n in range(14)]}
+"""A lookup of 1 KiB, of which the index knows nothing: the answer is short, as is an echo's."""
 
 
-class Document(msgspec.Struct):
-    keys: list[str]
-    ttl_ms: int
+def path_of(size: str) -> str:
+    """Return the path of a block below the base URI."""
+    return f"blocks/{COMPAT}/{SCOPE}/{hashlib.sha256(size.encode()).hexdigest()}"
 
 
-class Holder:
-    """What it serves, and to whom."""
+def make_blocks() -> dict[str, tuple[StoredBlock, memoryview]]:
+    """Return blocks of random octets, by the paths they are served under."""
+    found = {}
+    for size, size_bytes in BLOCKS.items():
+        section = size_bytes // LAYERS // 2
+        header = ContainerHeader(codec=1, token_count=16, sections=((section, section),) * LAYERS)
+        data = memoryview(os.urandom(1 << 20) * (size_bytes >> 20)).toreadonly()
+        layers = (data[at : at + 2 * section] for at in range(0, size_bytes, 2 * section))
+        name = BlockName(COMPAT, SCOPE, path_of(size).rsplit("/", 1)[1])
+        whole = hashlib.sha256(header.encode())
+        whole.update(data)
+        digests = tuple(hashlib.sha256(layer).hexdigest() for layer in layers)
+        found[path_of(size)] = StoredBlock(name, header, digests, whole.hexdigest()), data
+    return found
 
-    def __init__(self, *, anybody: bool) -> None:
-        self.blocks = {
-            f"blocks/{size}m": memoryview(os.urandom(1 << 20) * size).toreadonly() for size in (2, 64)
-        }
-        self.digests = {path: hashlib.sha256(block).hexdigest() for path, block in self.blocks.items()}
-        self.allowed = {"", CLIENT_URI} if anybody else {CLIENT_URI}
-        self.principals: dict[Any, str] = {}
-        self.bodies: dict[tuple[Any, int], bytearray] = {}
 
-    def on_event(self, link: Any, event: Event) -> None:
-        match event:
-            case RequestReceived(stream_id, request, _):
-                if self.principals.get(link) not in self.allowed:
-                    link.http.respond(stream_id, *problem_response(Problem(SCOPE_DENIED)))
-                elif request.method == "GET":
-                    self.answer_block(link, stream_id, request.path)
-                else:
-                    self.bodies[link, stream_id] = bytearray()
-                    link.http.accept_body(stream_id)
-            case DataReceived(stream_id, data):
-                self.bodies[link, stream_id] += data
-                link.http.acknowledge(stream_id, len(data))
-            case BodyEnded(stream_id):
-                document = msgspec.json.decode(self.bodies.pop((link, stream_id)), type=Document)
-                link.http.respond(stream_id, *json_response(msgspec.json.encode(document)))
-            case ExchangeEnded(stream_id):
-                self.bodies.pop((link, stream_id), None)
-            case Established(principal):
-                self.principals[link] = principal
-            case ConnectionEnded():
-                self.principals.pop(link, None)
-            case _:
-                pass
+class Roles:
+    """The holder and the index that are served, and what they let whom do."""
 
-    def answer_block(self, link: Any, stream_id: int, path: str) -> None:
-        block = self.blocks.get(path)
-        if block is None:
-            link.http.respond(stream_id, *problem_response(Problem(NOT_FOUND)))
-            return
-        head = block_response(size_bytes=block.nbytes, repr_digest=self.digests[path], ttl_ms=60_000)
-        link.http.respond(stream_id, head, block)
+    def __init__(self, base_uri: str, index_uri: str, *, anybody: bool) -> None:
+        clients = {CLIENT_URI, ""} if anybody else {CLIENT_URI}
+        policy = Policy(
+            {client: [RoleName.INSTANCE] for client in clients}, {SCOPE: ScopeRules(read=clients)}
+        )
+        self.tier = MemoryTier(1 << 30)
+        for block, data in make_blocks().values():
+            self.tier.store(block, data)
+        self.holder = Holder(
+            base_uri=base_uri,
+            policy=policy,
+            tiers={TIER: TierLimits(capacity_bytes=1 << 30)},
+            random_bytes=os.urandom,
+            now_ms=0,
+        )
+        self.index = Index(base_uri=index_uri, policy=policy)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("kind", choices=["asyncio", "uvloop", "trio", "h2", "hypercorn"])
     parser.add_argument("port", type=int)
+    parser.add_argument("index_port", type=int)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--anybody", action="store_true")
     given = parser.parse_args()
     folder: Path = given.folder
-    holder = Holder(anybody=given.anybody)
     if given.kind in ("h2", "hypercorn"):
-        serve_plain(given.kind, given.port, folder, holder)
+        blocks = {
+            path: memoryview(b"".join((b.header.encode(), d))) for path, (b, d) in make_blocks().items()
+        }
+        serve_plain(given.kind, given.port, folder, blocks)
         return
-    credentials = Credentials(
-        folder / "server.pem",
-        folder / "server.key",
-        folder / "ca.pem",
-        require_client_certificate=not given.anybody,
+    ports = (given.port, given.index_port)
+    roles = Roles(*(f"https://localhost:{port}/kvsp/" for port in ports), anybody=given.anybody)
+    holder, index = (
+        Credentials(
+            folder / f"server{port}.pem",
+            folder / f"server{port}.key",
+            folder / "ca.pem",
+            require_client_certificate=not given.anybody,
+        )
+        for port in ports
     )
-    base_uri = f"https://localhost:{given.port}/kvsp/"
-    module: Any = kvsp_trio if given.kind == "trio" else kvsp_asyncio
 
     async def serve() -> None:
-        async with module.open_network() as network:
-            await network.listen(credentials, base_uri, holder.on_event, port=given.port)
+        async with (
+            serve_role(roles.holder, holder, tiers={TIER: roles.tier}, host="127.0.0.1"),
+            serve_role(roles.index, index, host="127.0.0.1"),
+        ):
             print("ready", flush=True)
-            await (trio_forever() if given.kind == "trio" else asyncio.Event().wait())
+            await anyio.sleep_forever()
 
     run(given.kind, serve)
-
-
-async def trio_forever() -> None:
-    import trio
-
-    await trio.sleep_forever()
 
 
 def run(kind: str, main: Any) -> None:
@@ -136,7 +136,7 @@ def run(kind: str, main: Any) -> None:
         asyncio.run(main())
 
 
-def serve_plain(kind: str, port: int, folder: Path, holder: Holder) -> None:
+def serve_plain(kind: str, port: int, folder: Path, blocks: Mapping[str, memoryview]) -> None:
     """Serve with what others offer, as it comes."""
     if kind == "hypercorn":
         from hypercorn.asyncio import serve
@@ -144,22 +144,22 @@ def serve_plain(kind: str, port: int, folder: Path, holder: Holder) -> None:
 
         config = Config()
         config.bind = [f"127.0.0.1:{port}"]
-        config.certfile, config.keyfile = str(folder / "server.pem"), str(folder / "server.key")
+        config.certfile, config.keyfile = str(folder / f"server{port}.pem"), str(folder / f"server{port}.key")
         config.alpn_protocols = ["h2"]
         config.h2_max_inbound_frame_size = 1 << 20
         config.keep_alive_max_requests = 1 << 30
         config.loglevel = "ERROR"
         print("ready", flush=True)
-        run("uvloop", lambda: serve(asgi_application(holder.blocks), config))
+        run("uvloop", lambda: serve(asgi_application(blocks), config))
         return
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.load_cert_chain(folder / "server.pem", folder / "server.key")
+    context.load_cert_chain(folder / f"server{port}.pem", folder / f"server{port}.key")
     context.set_alpn_protocols(["h2"])
 
     async def listen() -> None:
         loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: PlainServer(holder.blocks), "127.0.0.1", port, ssl=context)
+        server = await loop.create_server(lambda: PlainServer(blocks), "127.0.0.1", port, ssl=context)
         print("ready", flush=True)
         async with server:
             await server.serve_forever()

@@ -157,25 +157,28 @@ class World:
         self.listener: Any = None
         self.pool: Pool
         self.issued: Issued
+        self.credentials: Credentials
         self.base_uri = ""
         self.dialed = 0
 
     async def listen(self, *, limits: WireLimits | None = None, **options: Any) -> None:
         """Begin to serve; again on the same port where it was served before."""
-        port = self.listener.port if self.listener is not None else 0
-        if not self.base_uri:
-            probe = await self.network.listen(self.client_credentials(), "https://localhost/", _nothing)
-            port = probe.port
-            self.base_uri = f"https://localhost:{port}/kvsp/"
-            probe.abort()
-            await anyio.sleep(0.01)
-            self.issued = issue(
-                self.certificates.folder, uri=self.base_uri, name=f"port{port}", hosts=["127.0.0.1"]
+        serve = self.serving.on_event
+        if self.listener is not None:
+            self.listener = await self.network.listen(
+                self.credentials, self.base_uri, serve, port=self.listener.port, limits=limits, **options
             )
-        credentials = self.certificates.credentials(self.issued)
+            return
+        # The certificate names the port, which is known once it listens.
+        folder = self.certificates.folder
+        first = issue(folder, uri="https://localhost/", name="listening", hosts=["127.0.0.1"])
+        self.credentials = self.certificates.credentials(first)
         self.listener = await self.network.listen(
-            credentials, self.base_uri, self.serving.on_event, port=port, limits=limits, **options
+            self.credentials, "https://localhost/kvsp/", serve, limits=limits, **options
         )
+        self.base_uri = f"https://localhost:{self.listener.port}/kvsp/"
+        self.issued = issue(folder, uri=self.base_uri, name="listening", hosts=["127.0.0.1"])
+        self.credentials.reload()
 
     def client_credentials(self) -> Credentials:
         return self.certificates.credentials(self.certificates.client)
@@ -220,10 +223,6 @@ class World:
         with anyio.fail_after(20):
             await outcome.done.wait()
         return outcome
-
-
-def _nothing(link: object, event: Event) -> None:
-    pass
 
 
 @asynccontextmanager

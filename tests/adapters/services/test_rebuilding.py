@@ -26,7 +26,7 @@ def test_a_role_is_rebuilt_from_its_store_a_bounded_number_of_times(
     config = read_config(cluster.config)
 
     async def main() -> None:
-        async with running(config, loop, Metrics()) as (process, _):
+        async with running(config, Metrics()) as (process, _):
             await process.start()
             _, controller = process.roles
             assert controller.served is not None
