@@ -32,9 +32,13 @@ from kvsp_core.roles.work import Numbers
 from kvsp_sim.disk import StorageFaults, Tier, rotten
 from kvsp_sim.engine import KINDS, EngineSpeed, SimulatedEngine
 from kvsp_sim.faults import PROFILES, Chaos, draw_clock
-from kvsp_sim.host import Cluster, Host, Start
+from kvsp_sim.host import Cluster, Host, Instruction, Start
 from kvsp_sim.network import Network, NetworkFaults
+from kvsp_sim.operators import Operator, Resharding
+from kvsp_sim.overheard import Places
 from kvsp_sim.properties import Properties
+from kvsp_sim.randomness import Randomness
+from kvsp_sim.strangers import Stranger
 from kvsp_sim.trace import Trace
 from kvsp_sim.users import Users
 from kvsp_sim.witness import Witness
@@ -44,6 +48,11 @@ from kvsp_sim.world import World
 __all__ = ["DESCRIPTOR", "Options", "SimulatedCluster"]
 
 INDEX: Final = "https://index.example/"
+OPERATOR: Final = "https://operator.example/"
+STRANGER: Final = "https://stranger.example/"
+"""A client without a part in any scope."""
+OUTSIDER: Final = "https://outsider.example/"
+"""An instance without one."""
 CONTROLLER: Final = "https://controller.example/"
 
 DESCRIPTOR: Final = CompatibilityDescriptor.from_members(
@@ -102,6 +111,7 @@ class SimulatedCluster:
         self.world = World(seed, trace)
         self._random = self.world.randomness.split("cluster")
         random = self._random.split("limits")
+        self._leaving: list[Host] = []
         self._times = _Times(
             status_ttl_ms=random.pick((150, 300, 900)),
             replica_ttl_ms=random.pick((500, 2_000, 8_000)),
@@ -111,17 +121,37 @@ class SimulatedCluster:
         # Room for few blocks or many, and for few leased ones.
         self._capacity_bytes = CONTAINER_BYTES * random.pick((5, 10, 40))
         self._quota_bytes = BLOCK_BYTES * random.pick((8, 30, 200))
-        self._scopes = tuple(Scope(random.octets(32)) for _ in range(3))
+        keys = tuple(random.octets(32) for _ in range(3))
+        self._scopes = tuple(map(Scope, keys))
         self._names = _Names(options)
+        who = self._random.split("company")
+        self._has_outsider, has_stranger = who.chance(0.3), who.chance(0.5)
+        has_operator, reshards = who.chance(0.6), who.chance(0.5)
         self.network_faults = NetworkFaults()
         self.storage_faults: dict[str, StorageFaults] = {}
         policy = self._policy()
-        self.properties = Properties(quota_bytes=self._quota_bytes, allowed=self._allowed(), scope_keys=())
+        self.properties = Properties(quota_bytes=self._quota_bytes, allowed=self._allowed(), scope_keys=keys)
         witness = Witness(self.properties, index=INDEX, block_bytes=BLOCK_BYTES)
         self.cluster = Cluster(self.world, Network(self.world, self.network_faults), witness)
         self.counts = self.cluster.counts
         self.users: list[Users] = []
+        self._places = self._names.places(self._scopes)
+        self._overheard = witness.overheard
+        witness.strangers = frozenset((STRANGER, OUTSIDER))
         self._build(policy)
+        mean_ms = who.pick((20, 60, 200))
+        self._operator = self._add_operator(mean_ms if has_operator else 10**9, who.split("operator"))
+        self._stranger = self._add_stranger(mean_ms, who.split("stranger")) if has_stranger else None
+        self._resharding = Resharding(
+            self.cluster.hosts[CONTROLLER],
+            self._places,
+            self._overheard,
+            who.split("reshards"),
+            mean_us=1000 * mean_ms if reshards else 10**12,
+        )
+        for process in self.cluster.processes.values():
+            process.set_clock(draw_clock(process.randomness))
+            process.start()
         self._make_a_liar()
         self._chaos = Chaos(
             self.cluster,
@@ -156,10 +186,43 @@ class SimulatedCluster:
         for users in self.users:
             users.be_quiet()
 
+        if self._stranger is not None:
+            self._stranger.leave()
+        self.cluster.hosts[OPERATOR].deliver(Instruction("settle", Operator.settle))
+        self._resharding.end()
+
     def unended(self) -> str:
-        """Return what was begun and has not ended, or an empty string."""
+        """Return what was begun and has not ended, or an empty string.
+
+        First all requests, prefetches, reshards and leases have to end. Then those who hold blocks leave,
+        some in good order and some at once, and every record has to leave the index, withdrawn or expired.
+        """
         waiting = sum(users.waiting for users in self.users)
-        return f"{waiting} users still wait for output" if waiting else ""
+        if waiting:
+            return f"{waiting} users still wait for output"
+        if not self._leaving:
+            left = self._resharding.unended() or self._operator.unended()
+            if left:
+                return left
+            self._leave()
+        for host in self._leaving:
+            role = host.role
+            if isinstance(role, Holder | Instance) and not role.safe_to_stop:
+                return f"{host.name} is not ready to stop"
+        if self._operator.records is None:
+            return "the index was not asked yet"
+        return f"the index holds {self._operator.records} records" if self._operator.records else ""
+
+    def _leave(self) -> None:
+        """Have all who hold blocks leave: some are told to stop, the others crash for good."""
+        self._operator.records = None
+        for base_uri in self._places.keepers:
+            host = self.cluster.hosts[base_uri]
+            if self._random.chance(0.5):
+                self._leaving.append(host)
+                host.deliver(Instruction("stop", lambda role, now_ms: role.stop(now_ms)))
+            else:
+                host.process.crash()
 
     # Who is there
 
@@ -171,9 +234,12 @@ class SimulatedCluster:
             **dict.fromkeys(names.holders, (RoleName.HOLDER,)),
             **dict.fromkeys(names.instances, (RoleName.INSTANCE, RoleName.HOLDER)),
             **dict.fromkeys(names.front_ends, (RoleName.FRONT_END,)),
+            OPERATOR: (RoleName.OPERATOR, RoleName.CONTROLLER, RoleName.INSTANCE),
+            STRANGER: (RoleName.FRONT_END, RoleName.HOLDER, RoleName.INSTANCE),
+            OUTSIDER: (RoleName.INSTANCE, RoleName.HOLDER),
         }
         keepers = frozenset((*names.holders, *names.instances))
-        readers = frozenset(principals) - {INDEX}
+        readers = frozenset(principals) - {INDEX, STRANGER, OUTSIDER}
         menders: frozenset[str] = frozenset((*keepers, CONTROLLER))
         rules = ScopeRules(read=readers, write=keepers, publish=keepers, withdraw=menders)  # type: ignore[arg-type]
         shared = attrs.evolve(rules, shared=True)
@@ -183,7 +249,9 @@ class SimulatedCluster:
     def _allowed(self) -> dict[str, frozenset[str]]:
         scopes = frozenset(scope.scope_id for scope in self._scopes)
         names = self._names
-        return dict.fromkeys((CONTROLLER, *names.holders, *names.instances, *names.front_ends), scopes)
+        return dict.fromkeys(
+            (CONTROLLER, OPERATOR, *names.holders, *names.instances, *names.front_ends), scopes
+        )
 
     def _build(self, policy: Policy) -> None:
         names = self._names
@@ -201,9 +269,9 @@ class SimulatedCluster:
             )
         for number, base_uri in enumerate(names.front_ends):
             self._add_front_end(number, base_uri, policy)
-        for process in self.cluster.processes.values():
-            process.set_clock(draw_clock(process.randomness))
-            process.start()
+        if self._has_outsider:
+            factory = partial(self._instance, policy, OUTSIDER, len(names.instances), scopes=())
+            self._add("outsider", OUTSIDER, factory, tiers=True, engine=True)
 
     def _add(
         self,
@@ -239,7 +307,7 @@ class SimulatedCluster:
         )
 
     def _engine(self, host: Host) -> SimulatedEngine:
-        number = self._names.instances.index(host.base_uri)
+        number = (*self._names.instances, OUTSIDER).index(host.base_uri)
         return SimulatedEngine(
             name=host.base_uri,
             descriptor=DESCRIPTOR,
@@ -313,7 +381,15 @@ class SimulatedCluster:
     def _holder(self, policy: Policy, base_uri: str, start: Start) -> Role:
         return self._holder_of(policy, base_uri, start)
 
-    def _instance(self, policy: Policy, base_uri: str, number: int, start: Start) -> Role:
+    def _instance(
+        self,
+        policy: Policy,
+        base_uri: str,
+        number: int,
+        start: Start,
+        *,
+        scopes: tuple[Scope, ...] | None = None,
+    ) -> Role:
         times = self._times
         numbers = Numbers()
         names = self._names
@@ -340,7 +416,7 @@ class SimulatedCluster:
         return Instance(
             settings,
             models={DESCRIPTOR.compat_id: DESCRIPTOR},
-            scopes={scope.scope_id: scope for scope in self._scopes},
+            scopes={s.scope_id: s for s in (self._scopes if scopes is None else scopes)},
             blocks=self._holder_of(policy, base_uri, start, numbers),
             numbers=numbers,
             policy=policy,
@@ -356,6 +432,7 @@ class SimulatedCluster:
             count=self.options.users,
             tenants=self._scopes[:2],
             shared=self._scopes[2],
+            overheard=self._overheard,
         )
         self.users.append(users)
         self._add(
@@ -366,6 +443,16 @@ class SimulatedCluster:
             on_start=users.started,
             on_crash=users.crashed,
         )
+
+    def _add_operator(self, mean_ms: int, random: Randomness) -> Operator:
+        operator = Operator(OPERATOR, self._places, self._overheard, random, mean_ms=mean_ms)
+        self._add("operator", OPERATOR, lambda _: operator)
+        return operator
+
+    def _add_stranger(self, mean_ms: int, random: Randomness) -> Stranger:
+        stranger = Stranger(STRANGER, self._places, self._overheard, random, mean_ms=mean_ms)
+        self._add("stranger", STRANGER, lambda _: stranger)
+        return stranger
 
     def _front_end(self, policy: Policy, base_uri: str, start: Start) -> Role:
         return FrontEnd(  # type: ignore[return-value]
@@ -388,3 +475,14 @@ class _Names:
         self.holders = tuple(f"https://holder{n}.example/" for n in range(options.holders))
         self.instances = tuple(f"https://instance{n}.example/" for n in range(options.instances))
         self.front_ends = tuple(f"https://front{n}.example/" for n in range(options.front_ends))
+
+    def places(self, scopes: tuple[Scope, ...]) -> Places:
+        """Return who is where."""
+        return Places(
+            index=INDEX,
+            controller=CONTROLLER,
+            holders=self.holders,
+            instances=self.instances,
+            scopes={scope.scope_id: scope for scope in scopes},
+            descriptor=DESCRIPTOR,
+        )

@@ -62,7 +62,7 @@ from kvsp_sim.trace import Event
 from kvsp_sim.witness import Witness
 from kvsp_sim.world import World
 
-__all__ = ["Cluster", "Host", "Process", "RoleFactory", "Start"]
+__all__ = ["Cluster", "Host", "Instruction", "Process", "RoleFactory", "Start"]
 
 WALL_CLOCK_MS: Final = 1_800_000_000_000
 """What all wall clocks show when a world begins."""
@@ -92,6 +92,16 @@ class Start:
     wall_ms: int
     life: int
     random_bytes: Callable[[int], bytes]
+
+
+@attrs.frozen
+class Instruction:
+    """Something that the program around a role has it do, apart from the protocol: `do` is given the role and
+    its time, and returns effects.
+    """
+
+    what: str
+    do: Callable[[Any, int], tuple[Effect, ...]] = attrs.field(repr=False)
 
 
 RoleFactory: TypeAlias = Callable[[Start], Role]
@@ -303,7 +313,9 @@ class Host:
         world.steps += 1
         event = Event(world.now_us, self.name, item)
         world.trace.note(self._mark, event)
-        event.effects = effects = role.handle(item, self.process.clock.read(world.now_us))
+        now_ms = self.process.clock.read(world.now_us)
+        effects = item.do(role, now_ms) if type(item) is Instruction else role.handle(item, now_ms)
+        event.effects = effects
         if effects:
             self._execute(effects)
         self.arm_timer()

@@ -20,6 +20,7 @@ from kvsp_core.roles.front_end import (
 )
 from kvsp_sim.facts import OutputEnded, StreamOpened, TokenDelivered
 from kvsp_sim.host import Host
+from kvsp_sim.overheard import Overheard
 from kvsp_sim.randomness import Randomness
 from kvsp_sim.workload import Wish, Workload
 
@@ -46,12 +47,14 @@ class Users:
         count: int,
         tenants: tuple[Scope, ...],
         shared: Scope,
+        overheard: Overheard,
     ) -> None:
         self._workload = workload
         self._random = random
         self._count = count
         self._tenants = tenants
         self._shared = shared
+        self._overheard = overheard
         self._host: Host
         self._open: dict[int, _Open] = {}
         self._last = 0
@@ -97,11 +100,13 @@ class Users:
         host.witness.stream_opened(number, wish.prompt)
         host.witness.observe(StreamOpened(stream=number, history=wish.history(), expected=wish.output_tokens))
         host.cluster.counts["requests"] += 1
+        scope_id = self._tenants[wish.tenant].scope_id
+        self._overheard.prompts.append((scope_id, wish.prompt))
         shared = ((self._shared.scope_id, wish.shared_tokens),) if wish.shared_tokens else ()
         host.deliver(
             Generate(
                 generation=number,
-                scope_id=self._tenants[wish.tenant].scope_id,
+                scope_id=scope_id,
                 prompt=wish.prompt,
                 sampler=wish.sampler,
                 shared=shared,

@@ -45,6 +45,7 @@ from kvsp_sim.facts import (
     StepServed,
     WithdrawalSent,
 )
+from kvsp_sim.overheard import Overheard
 from kvsp_sim.properties import Properties
 
 if TYPE_CHECKING:
@@ -77,6 +78,23 @@ class _Block(msgspec.Struct):
     replicas: list[_Record]
 
 
+class _Prefix(msgspec.Struct):
+    scope_id: str
+
+
+class _PlacementRequest(msgspec.Struct):
+    prefixes: list[_Prefix]
+
+
+class _Scoped(msgspec.Struct):
+    scope_id: str | None = None
+
+
+class _Directive(msgspec.Struct):
+    directive: str
+    scope_id: str
+
+
 class _LookupAnswer(msgspec.Struct):
     blocks: list[_Block]
 
@@ -88,6 +106,7 @@ class _Epoch(msgspec.Struct):
 class _Checkpoint(msgspec.Struct):
     epoch: int
     generated: list[int]
+    scope_id: str
 
 
 class _Resume(msgspec.Struct):
@@ -114,6 +133,7 @@ class _Reshard(msgspec.Struct):
     fetch: list[_Fetch] = []
     release: list[Range] = []
     assign: list[Range] = []
+    scope_id: str | None = None
 
     def decision(self) -> tuple[int, bool]:
         """Return which version is decided, and whether it is a commit."""
@@ -127,6 +147,7 @@ class _Attend(msgspec.Struct):
 
 class _Output(msgspec.Struct):
     prompt: list[int] | None = None
+    scope_id: str | None = None
 
 
 class _Line(msgspec.Struct):
@@ -153,6 +174,9 @@ _read_reshard = msgspec.json.Decoder(_Reshard).decode
 _read_attend = msgspec.json.Decoder(_Attend).decode
 _read_output = msgspec.json.Decoder(_Output).decode
 _read_line = msgspec.json.Decoder(_Line).decode
+_read_placement = msgspec.json.Decoder(_PlacementRequest).decode
+_read_scoped = msgspec.json.Decoder(_Scoped).decode
+_read_directive = msgspec.json.Decoder(_Directive).decode
 _read_session = msgspec.json.Decoder(_Session).decode
 
 _GONE = ("ended", "failed", "cancelled", "finished")
@@ -165,10 +189,14 @@ class Witness:
         self.properties = properties
         self.index = index
         self.block_bytes = block_bytes
+        self.strangers: frozenset[str] = frozenset()
+        """Who has no part in any scope."""
+        self.overheard = Overheard()
         self.observe: Callable[[Fact], None] = properties.observe
         self._holders: dict[str, str] = {}
         self._streams_by_prompt: dict[tuple[int, ...], Hashable] = {}
         self._streams: dict[str, Hashable] = {}
+        self._scopes: dict[str, str] = {}  # of sessions, blocks and shard maps, by their names
         self._given_up: set[str] = set()  # sessions that their front end asked to end
         self._faulty: set[tuple[str, str]] = set()
         self._answers: dict[tuple[str, str], Callable[[Leg, Respond, bytes], None]] = {
@@ -183,6 +211,8 @@ class Witness:
             ("PUT", "instances"): self._status,
             ("PUT", "sessions"): self._checkpoint,
             ("POST", "placements"): self._placed,
+            ("POST", "prefetch"): self._prefetched,
+            ("POST", "sessions"): self._output_begun,
             ("GET", "sessions"): self._session_told,
             ("DELETE", "sessions"): self._session_closed,
             ("POST", "reshard"): self._reshard_answered,
@@ -193,25 +223,35 @@ class Witness:
 
     def called(self, host: Host, call: Call, body: bytes) -> None:
         """A role sends a request."""
-        if call.base_uri == self.index:
-            self.properties.scopes.check_octets(body)
         request = call.request
         path = request.path
+        if call.base_uri == self.index:
+            self.properties.scopes.check_octets(body)
+            self.properties.scopes.check_octets(path.encode())
         if request.method == "POST":
             if path == "reshard":
-                self._plan_sent(call.base_uri, _read_reshard(body))
+                plan = _read_reshard(body)
+                self._disclosed(call.base_uri, plan.scope_id)
+                self._plan_sent(call.base_uri, plan)
+            elif path == "prefetch":
+                self._disclosed(call.base_uri, _read_scoped(body).scope_id)
             elif path.startswith("ext/sessions/") and path not in self._streams:
-                prompt = _read_output(body).prompt
-                if prompt is not None:
-                    self._streams[path] = self._streams_by_prompt.get(tuple(prompt))
+                output = _read_output(body)
+                if output.prompt is not None:
+                    self._disclosed(call.base_uri, output.scope_id)
+                    self._streams[path] = self._streams_by_prompt.get(tuple(output.prompt))
             elif path.startswith("sessions/") and path.endswith("/resume"):
                 resume = _read_resume(body)
                 session = path.split("/")[1]
                 generated = tuple(resume.checkpoint.generated)
+                self._disclosed(call.base_uri, resume.checkpoint.scope_id)
                 self.observe(SessionOwned(session=session, epoch=resume.epoch, instance=call.base_uri))
                 self.observe(SessionResumed(session=session, epoch=resume.epoch, generated=generated))
+        elif request.method == "PUT" and path.startswith("sessions/"):
+            self.overheard.checkpoints.append((path.split("/")[1], body))
         elif request.method == "DELETE" and path.startswith("ext/sessions/"):
-            self._given_up.add(path.split("/")[2])
+            if host.base_uri not in self.strangers:
+                self._given_up.add(path.split("/")[2])
         elif request.method == "DELETE" and path.startswith("replicas/"):
             holder, key = path.split("/")[1:]
             self.observe(WithdrawalSent(holder=self._holder(holder), block=key))
@@ -285,17 +325,27 @@ class Witness:
     def _holder(self, holder_id: str) -> str:
         return self._holders.get(holder_id, holder_id)
 
+    def _disclosed(self, client: str, scope: str | None) -> None:
+        """Something of a scope goes to a client."""
+        if scope is not None:
+            self.observe(Disclosed(client=client, scope=scope))
+
+    def _disclosed_of(self, client: str, name: str) -> None:
+        self._disclosed(client, self._scopes.get(name))
+
     def _record_taken(self, leg: Leg, effect: Respond, body: bytes) -> None:
         if effect.response.is_success:
             record = _read_record(leg.exchange.body)
+            self._scopes[record.block_key] = record.scope_id
             granted = _read_granted(body)
             until_ms = leg.server.now_ms + granted.ttl_ms
-            self.observe(Disclosed(client=leg.client, scope=record.scope_id))
+            self._disclosed(leg.client, record.scope_id)
             self.observe(RecordTaken(holder=record.holder, block=record.block_key, until_ms=until_ms))
 
     def _record_withdrawn(self, leg: Leg, effect: Respond, _: bytes) -> None:
         if effect.response.status == 204:
             holder, key = leg.exchange.request.path.split("/")[1:]
+            self._disclosed_of(leg.client, key)
             self.observe(RecordWithdrawn(holder=self._holder(holder), block=key))
 
     def _looked_up(self, leg: Leg, effect: Respond, body: bytes) -> None:
@@ -308,13 +358,16 @@ class Witness:
                 scopes.add(record.scope_id)
                 self.observe(RecordReturned(holder=record.holder, block=block.block_key, now_ms=now_ms))
         for scope in sorted(scopes):
-            self.observe(Disclosed(client=leg.client, scope=scope))
+            self._disclosed(leg.client, scope)
 
     def _lease_granted(self, leg: Leg, effect: Respond, body: bytes) -> None:
         if effect.response.status != 201 or not leg.open or not leg.connection.open:
             return  # nobody holds a lease that nobody was told of
         granted = _read_granted(body)
         keys = _read_lease(leg.exchange.body).block_keys
+        for key in keys:
+            self._disclosed_of(leg.client, key)
+        self.overheard.leases.append((leg.server.base_uri, granted.lease))
         now_ms = leg.server.now_ms
         self.observe(
             LeaseGranted(
@@ -346,11 +399,10 @@ class Witness:
 
     def _block_disclosed(self, leg: Leg, effect: Respond, _: bytes) -> None:
         if effect.response.is_success:
-            scope = leg.exchange.request.path.split("/")[2]
-            self.observe(Disclosed(client=leg.client, scope=scope))
+            self._disclosed(leg.client, leg.exchange.request.path.split("/")[2])
 
     def _status(self, leg: Leg, effect: Respond, _: bytes) -> None:
-        if effect.response.status == 200:
+        if effect.response.status == 200 and leg.exchange.request.path.startswith("instances/"):
             epoch = _read_epoch(leg.exchange.body).epoch
             self.observe(StatusAcknowledged(instance=leg.client, epoch=epoch))
 
@@ -372,7 +424,21 @@ class Witness:
     def _placed(self, leg: Leg, effect: Respond, body: bytes) -> None:
         if effect.response.is_success:
             placed = _read_placed(body)
+            scope = _read_placement(leg.exchange.body).prefixes[0].scope_id
+            self._scopes[placed.session] = scope
+            self._disclosed(leg.client, scope)
+            self.overheard.sessions.append((placed.session, placed.instance))
             self.observe(SessionOwned(session=placed.session, epoch=placed.epoch, instance=placed.instance))
+
+    def _prefetched(self, leg: Leg, effect: Respond, _: bytes) -> None:
+        if effect.response.is_success:
+            name = _read_directive(leg.exchange.body).directive
+            self.overheard.directives.append((leg.server.base_uri, name))
+
+    def _output_begun(self, leg: Leg, effect: Respond, _: bytes) -> None:
+        path = leg.exchange.request.path
+        if effect.response.is_success and path.startswith("ext/"):
+            self._disclosed_of(leg.client, path.split("/")[2])
 
     def _session_told(self, leg: Leg, effect: Respond, body: bytes) -> None:
         parts = leg.exchange.request.path.split("/")
@@ -381,6 +447,7 @@ class Witness:
         if effect.response.status == 404 and parts[2] not in self._given_up:
             self.observe(SessionUnknown(session=parts[2]))
         elif effect.response.is_success:
+            self._disclosed_of(leg.client, parts[2])
             told = _read_session(body)
             if told.state in _GONE:
                 self.observe(SessionClosed(session=parts[2]))
@@ -389,13 +456,18 @@ class Witness:
 
     def _session_closed(self, leg: Leg, effect: Respond, _: bytes) -> None:
         if effect.response.is_success:
+            self._disclosed_of(leg.client, leg.exchange.request.path.split("/")[2])
             self.observe(SessionClosed(session=leg.exchange.request.path.split("/")[2]))
 
     def _plan_sent(self, member: str, plan: _Reshard) -> None:
         if plan.to is None:
             version, commit = plan.decision()
+            known = self.overheard.maps.get(plan.map, 0)
+            self.overheard.maps[plan.map] = max(version, known)
             self.observe(DecisionSent(map_id=plan.map, version=version, commit=commit))
             return
+        if plan.scope_id is not None:
+            self._scopes[plan.map] = plan.scope_id
         self.observe(
             PlanSent(
                 map_id=plan.map,
@@ -422,6 +494,7 @@ class Witness:
     def _attended(self, leg: Leg, effect: Respond, _: bytes) -> None:
         if effect.response.status == 200:
             step = _read_attend(leg.exchange.body)
+            self._disclosed_of(leg.client, leg.exchange.request.path.split("/")[2])
             self.observe(
                 StepServed(
                     map_id=leg.exchange.request.path.split("/")[2],

@@ -59,7 +59,7 @@ from kvsp_core.resources import (
     ResumeSession,
     RoleName,
 )
-from kvsp_core.roles.authorization import Policy, authorize
+from kvsp_core.roles.authorization import Permission, Policy, authorize
 from kvsp_core.roles.controller_maps import AbortCall, CommitCall, PlanCall, ShardMaps
 from kvsp_core.roles.controller_placement import (
     DescriptorCall,
@@ -183,8 +183,11 @@ class Controller:
             self._fleet,
             settings.placement,
             lambda replicas: self.policy.trusted(replicas),  # of the policy as it is then
+            self._may_serve,
         )
-        self._maps = ShardMaps(self._work, self._fleet, call_timeout_ms=settings.call_timeout_ms)
+        self._maps = ShardMaps(
+            self._work, self._fleet, self._may_serve, call_timeout_ms=settings.call_timeout_ms
+        )
         self._desk = Desk([RoleName.CONTROLLER], self._allow)
         self._instances: dict[str, str] = {}  # identifier in paths -> base URI
         self._placed_at_ms: dict[str, int] = {}
@@ -251,7 +254,8 @@ class Controller:
         """Split a context over instances, or split it anew; no shards end the map. `divide` chooses shards.
 
         For the program that embeds the controller: the protocol leaves to its policy when a group is
-        resized. Raises `LocalProtocolError` while a change of the map is under way.
+        resized. Raises `LocalProtocolError` while a change of the map is under way, and for an instance that
+        cannot take part: not active, or without the scope or the model.
         """
         self._maps.begin(map_id, shards, context, now_ms)
         return self._end(now_ms)
@@ -325,6 +329,9 @@ class Controller:
                 self._work.observe("kvsp_prefetch_directives", outcome="accepted" if good else "refused")
             case _:
                 raise AssertionError("no other calls are made")
+
+    def _may_serve(self, instance: str, scope_id: str) -> bool:
+        return self.policy.may(instance, Permission.READ, scope_id)
 
     # Instances
 
@@ -503,6 +510,8 @@ class Controller:
         for instance in self._fleet.instances():
             status = self._fleet.status_of(instance)
             if status is None or (status.compat_ids and subject.compat_id not in status.compat_ids):
+                continue
+            if not self._may_serve(instance, subject.prefixes[0].scope_id):
                 continue
             if self._fleet.wanted_of(instance) == fleets.MemberKind.ACTIVE.value:
                 return

@@ -8,7 +8,7 @@ the fewest tokens of the context, which computes them (RS-6). The protocol of it
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TypeAlias, assert_never
 
 import attrs
@@ -70,12 +70,13 @@ class _Group:
 
 
 class ShardMaps:
-    """All shard maps of one controller."""
+    """All shard maps of one controller. `may_serve` says whether an instance has a part in a scope."""
 
     def __init__(
         self,
         work: Work,
         fleet: Fleet,
+        may_serve: Callable[[str, str], bool],
         *,
         max_maps: int = MAX_SHARD_MAPS,
         deadline_ms: int = RESHARD_DEADLINE_MS,
@@ -84,6 +85,7 @@ class ShardMaps:
     ) -> None:
         self._work = work
         self._fleet = fleet
+        self._may_serve = may_serve
         self._max_maps = max_maps
         self._deadline_ms = deadline_ms
         self._retry_ms = retry_ms
@@ -113,8 +115,11 @@ class ShardMaps:
         group = self._groups.get(map_id)
         held = {shard.instance for shard in group.state.map.shards} if group else set[str]()
         for instance in {shard.instance for shard in shards} - held:
-            if not self._fleet.is_assignable(instance):
-                raise LocalProtocolError(f"{instance} is not active, so it gets no ranges (LC-2)")
+            if not self._may_take(instance, context):
+                raise LocalProtocolError(
+                    f"{instance} is not active, or has no part in the scope or the model, so it gets no "
+                    "ranges (LC-2)"
+                )
         if group is None:
             if len(self._groups) >= self._max_maps:
                 raise LimitExceeded(f"a controller keeps at most {self._max_maps} shard maps; end some")
@@ -241,7 +246,8 @@ class ShardMaps:
         """Give the ranges of lost members to whoever holds least; wait where nobody can take them."""
         assert isinstance(group.state, m.Stable)
         self._unrepaired[map_id] = None
-        held = {status.instance: 0 for status in self._fleet.assignable()}
+        assignable = (status.instance for status in self._fleet.assignable())
+        held = dict.fromkeys((name for name in assignable if self._may_take(name, group.context)), 0)
         for shard in group.state.map.shards:
             if shard.instance in held and shard.instance not in group.state.lost:
                 held[shard.instance] += shard.tokens[1] - shard.tokens[0]
@@ -255,6 +261,14 @@ class ShardMaps:
                 shard = attrs.evolve(shard, instance=least)
             shards.append(shard)
         self.begin(map_id, tuple(shards), group.context, now_ms)
+
+    def _may_take(self, instance: str, context: MapContext) -> bool:
+        """Return whether an instance can be given ranges of a context; any other would refuse its plan."""
+        status = self._fleet.status_of(instance)
+        if status is None or not self._fleet.is_assignable(instance):
+            return False
+        computes = not status.compat_ids or context.compat_id in status.compat_ids
+        return computes and self._may_serve(instance, context.scope_id)
 
     def _note_members(self, map_id: str, before: frozenset[str], after: frozenset[str]) -> None:
         for instance in before - after:

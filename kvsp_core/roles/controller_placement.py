@@ -131,7 +131,8 @@ class _Gather:
 class Placements:
     """Looks up what is needed for each placement.
 
-    `trusted` says which replicas count (SE-2). Calls are made through `work`; their ends come back to
+    `trusted` says which replicas count (SE-2), `may_serve` whether an instance has a part in a scope: others
+    would only refuse. Calls are made through `work`; their ends come back to
     `handle`. When all of a placement have come, it is `Found`.
     """
 
@@ -141,11 +142,13 @@ class Placements:
         fleet: Fleet,
         settings: PlacementSettings,
         trusted: Callable[[Iterable[ReplicaRecord]], tuple[ReplicaRecord, ...]],
+        may_serve: Callable[[str, str], bool],
     ) -> None:
         self._work = work
         self._fleet = fleet
         self._settings = settings
         self._trusted = trusted
+        self._may_serve = may_serve
         self._descriptors = dict(settings.descriptors)
         self._service_us: dict[str, int] = {}
         self._gathers: dict[int, _Gather] = {}
@@ -292,6 +295,8 @@ class Placements:
             return f"it is {status.state}, or asked to drain"
         if status.compat_ids and subject.compat_id not in status.compat_ids:
             return "it does not compute with this model"
+        if not self._may_serve(status.instance, subject.prefixes[0].scope_id):
+            return "it has no part in the scope of the session"
         if subject.alike is not None:
             alike = classes.get(subject.alike, subject.alike)
             if classes.get(status.instance, status.instance) != alike:

@@ -148,8 +148,7 @@ class Instance:
             ttl_ms=settings.status_ttl_ms,
             sleep_after_ms=settings.sleep_after_ms,
         )
-        self.safe_to_stop = False
-        """Whether the instance was told to stop and has nothing left to do."""
+        self._stopped = False
         self._meter = Meter(
             prefill_tokens_per_s=settings.prefill_tokens_per_s,
             decode_tokens_per_s=settings.decode_tokens_per_s,
@@ -241,9 +240,14 @@ class Instance:
         return self._done(now_ms)
 
     def stop(self, now_ms: int) -> tuple[Effect, ...]:
-        """Be told that the process is to end: drain, and be `safe_to_stop` when nothing is left."""
+        """Be told that the process is to end: drain, then withdraw the records of the blocks held here."""
         self._live(lifecycle.Stop(), now_ms)
         return self._done(now_ms)
+
+    @property
+    def safe_to_stop(self) -> bool:
+        """Whether it was told to stop, has nothing left to do and is not listed at the index any more."""
+        return self._stopped and self._blocks.safe_to_stop
 
     def next_deadline_ms(self) -> int | None:
         """Return when the instance next wants `TimerFired`, or None."""
@@ -465,7 +469,8 @@ class Instance:
                 case lifecycle.StateEntered(state):
                     self._work.observe("kvsp_instance_states_entered", 1, state=state)
                 case lifecycle.SafeToStop():
-                    self.safe_to_stop = True
+                    self._stopped = True
+                    self._work.emit(*self._blocks.stop(now_ms))
                 case lifecycle.Fenced():
                     self._sessions.abort_all(now_ms)
         return refused

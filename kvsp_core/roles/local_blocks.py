@@ -61,6 +61,15 @@ class LocalBlocks(Protocol):
         and jobs."""
         ...
 
+    def stop(self, now_ms: int) -> tuple[Effect, ...]:
+        """Be told that the process is to end: withdraw every record."""
+        ...
+
+    @property
+    def safe_to_stop(self) -> bool:
+        """Whether the index lists nothing of the holder any more."""
+        ...
+
     def next_deadline_ms(self) -> int | None:
         """Return when the holder next wants `TimerFired`, or None."""
         ...

@@ -127,6 +127,12 @@ class Beside:
         self.full = False
         self.handled: list[Any] = []
         self.tickets = 0
+        self.stopping = False
+        self.safe_to_stop = False
+
+    def stop(self, now_ms: int) -> tuple[Effect, ...]:
+        self.stopping = True
+        return ()
 
     def start(self, now_ms: int) -> tuple[Effect, ...]:
         return ()

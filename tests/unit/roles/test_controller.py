@@ -529,11 +529,27 @@ def test_long_prefixes_are_looked_up_in_pieces() -> None:
     assert [len(decode(LookupRequest, call.body).block_keys) for call in lookups] == [2, 2]  # type: ignore[arg-type]
 
 
+@pytest.mark.requirement("SK-6")
+def test_an_instance_without_a_part_in_the_scope_gets_no_session_of_it(talk: Talk) -> None:
+    talk.controller.policy = Policy(
+        {FE: [RoleName.FRONT_END], A: [RoleName.INSTANCE], B: [RoleName.INSTANCE]},
+        {SCOPE: ScopeRules(read=[FE, B])},
+    )
+    talk.report(A, state="sleeping")
+    waiting = talk.send(FE, PlaceRequest(), placement())
+    assert not talk.calls  # it is not woken either
+    talk.report(A)
+    assert waiting not in talk.answers
+    talk.report(B)
+    assert talk.answers[waiting][0].status == 201
+    assert [talk.place().instance for _ in range(4)] == [B] * 4
+
+
 def test_of_two_scopes_the_longer_prefix_counts(talk: Talk) -> None:
     shared = "2d" * 16
     policy = Policy(
         {FE: [RoleName.FRONT_END], A: [RoleName.INSTANCE], H: [RoleName.HOLDER]},
-        {name: ScopeRules(read=[FE], publish=[H], shared=name == shared) for name in (SCOPE, shared)},
+        {name: ScopeRules(read=[FE, A], publish=[H], shared=name == shared) for name in (SCOPE, shared)},
     )
     talk.controller.policy = policy
     talk.controller._placements._trusted = policy.trusted

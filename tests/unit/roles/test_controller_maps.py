@@ -9,6 +9,8 @@ from kvsp_core.errors import LimitExceeded, LocalProtocolError
 from kvsp_core.messages import ReshardAbort, ReshardCommit, ReshardMessage, ReshardPlan, decode_reshard
 from kvsp_core.problems import PLAN_CONFLICT, Problem
 from kvsp_core.records import Shard
+from kvsp_core.resources import RoleName
+from kvsp_core.roles.authorization import Policy, ScopeRules
 from kvsp_core.roles.controller_store import MapContext
 from kvsp_core.roles.role import AnswerReceived, Call, CallFailed, Persist
 from tests.unit.roles.test_controller import COMPAT, KEYS, SCOPE, A, B, C, Talk
@@ -125,6 +127,18 @@ def test_one_change_at_a_time_and_only_to_instances_that_may_take_work(group: Gr
     group.split(A)
     with pytest.raises(LocalProtocolError, match="Begin is not allowed"):
         group.split(A, B)
+
+
+@pytest.mark.requirement("SK-6", "RS-6")
+def test_an_instance_without_a_part_in_the_scope_gets_no_ranges(split: Group) -> None:
+    readers = {SCOPE: ScopeRules(read=[A, B])}
+    split.controller.policy = Policy({name: [RoleName.INSTANCE] for name in (A, B, C)}, readers)
+    with pytest.raises(LocalProtocolError, match="no part in the scope"):
+        split.split(A, B, C)
+    split.report(B, epoch=2, ttl_ms=60_000)  # it has lost its range, and C, which holds none, must not get it
+    assert C not in split.told()
+    split.answer_all()
+    assert C not in split.owners()
 
 
 def test_there_are_only_so_many_maps(group: Group) -> None:

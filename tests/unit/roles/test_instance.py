@@ -147,14 +147,18 @@ def test_an_instance_that_a_later_incarnation_has_replaced_stops_without_a_word(
     assert not world.calls(ReportStatus)
 
 
-def test_told_to_stop_it_says_when_it_is_safe() -> None:
+@pytest.mark.requirement("PB-3")
+def test_told_to_stop_it_ends_its_sessions_then_withdraws_its_records_and_says_when_it_is_safe() -> None:
     world = World()
     world.begin(PROMPT)
     world.take(world.role.stop(world.now_ms))
-    assert not world.role.safe_to_stop
     world.acknowledge_checkpoints()
     world.run_jobs()
+    assert not world.beside.stopping
     world.do(engine.SequenceEnded(world.sequence(), "stop"))
+    assert world.beside.stopping
+    assert not world.role.safe_to_stop
+    world.beside.safe_to_stop = True
     assert world.role.safe_to_stop
 
 

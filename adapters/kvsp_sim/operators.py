@@ -1,0 +1,345 @@
+"""Who runs a simulated deployment: an operator, who asks and gives orders over the protocol, and the program
+around the controller, which splits contexts over instances.
+
+Once all is healed both see to it that what was begun ends, and say what has not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Final, TypeVar
+
+import attrs
+
+from kvsp_core.answers import read_answer
+from kvsp_core.errors import KVSPError
+from kvsp_core.ext_messages import AttendRequest, IndexInfo, LeaseListing
+from kvsp_core.identity import component_id
+from kvsp_core.machines.reshard_plan import divide
+from kvsp_core.messages import DirectiveStatus, StateChange
+from kvsp_core.records import Shard, ShardMap
+from kvsp_core.resources import (
+    Attend,
+    ChangeInstanceState,
+    DeleteSession,
+    DescribeIndex,
+    GetBlock,
+    GetDirective,
+    GetSession,
+    HeadBlock,
+    ListInstances,
+    ListLeases,
+    ListSessions,
+    Operation,
+)
+from kvsp_core.roles.controller import Controller
+from kvsp_core.roles.controller_store import MapContext
+from kvsp_core.roles.role import AnswerReceived, CallFailed, Effect, Input
+from kvsp_core.roles.work import Work
+from kvsp_sim.host import Host, Instruction
+from kvsp_sim.overheard import Overheard, Places
+from kvsp_sim.randomness import Randomness
+
+__all__ = ["Operator", "Resharding"]
+
+_CALL_MS: Final = 1_000
+_ASKING_MS: Final = 500
+"""How often it is asked whether all has ended."""
+_OVER: Final = ("complete", "partial", "failed")
+
+Purpose = Callable[[AnswerReceived], None]
+
+
+class Operator:
+    """Drains, puts to sleep and wakes instances, lists what there is, ends sessions and attends to shards.
+
+    It has the roles of a controller and of an instance too, so that it may ask how far a directive is, and
+    attend. `mean_ms` is the mean time between two requests.
+    """
+
+    def __init__(
+        self, base_uri: str, places: Places, overheard: Overheard, random: Randomness, *, mean_ms: int
+    ) -> None:
+        self.base_uri = base_uri
+        self.leases: dict[str, int | None] = {}
+        """Leases of each keeper of blocks, once it has been asked; None where it was not heard."""
+        self.directives: dict[tuple[str, str], str] = {}
+        """Those that have been seen under way, and their states."""
+        self.records: int | None = None
+        """How many records the index holds, once it has been asked."""
+        self._places = places
+        self._overheard = overheard
+        self._random = random
+        self._mean_ms = mean_ms
+        self._work = Work()
+        self._due_ms = 0
+        self._settling = False
+
+    # The role
+
+    def start(self, now_ms: int) -> tuple[Effect, ...]:
+        """Begin, after a while."""
+        self._due_ms = now_ms + self._random.between(1, 2 * self._mean_ms)
+        return ()
+
+    def next_deadline_ms(self) -> int | None:
+        """Return when the next request is due."""
+        return self._due_ms
+
+    def handle(self, item: Input, now_ms: int) -> tuple[Effect, ...]:
+        """Take one input in; return the calls to make."""
+        match item:
+            case AnswerReceived(call_id):
+                purpose: Purpose | None = self._work.calls.pop(call_id, None)
+                if purpose is not None and item.response.status in (200, 404):
+                    purpose(item)
+            case CallFailed(call_id):
+                self._work.calls.pop(call_id, None)
+            case _ if now_ms >= self._due_ms:
+                if self._settling:
+                    self._due_ms = now_ms + _ASKING_MS
+                    self._ask_all()
+                else:
+                    self._due_ms = now_ms + self._random.between(1, 2 * self._mean_ms)
+                    self._act()
+            case _:
+                pass
+        return self._work.take()
+
+    # While faults happen
+
+    def _act(self) -> None:
+        random = self._random
+        random.pick(
+            (
+                self._change_a_state,
+                self._change_a_state,
+                self._list,
+                self._about_a_session,
+                self._ask_for_a_block,
+                self._attend,
+                self._directive,
+            )
+        )()
+
+    def _call(
+        self, base_uri: str, operation: Operation, body: object = None, purpose: Purpose = lambda _: None
+    ) -> None:
+        self._work.call(base_uri, operation, body, purpose=purpose, timeout_ms=_CALL_MS)
+
+    def _change_a_state(self) -> None:
+        instance = self._random.pick(self._places.instances)
+        state = self._random.pick(("active", "active", "draining", "sleeping"))
+        self._call(
+            self._places.controller, ChangeInstanceState(component_id(instance)), StateChange(state=state)
+        )
+
+    def _list(self) -> None:
+        places = self._places
+        operation, base_uri = self._random.pick(
+            (
+                (ListInstances(), places.controller),
+                (ListSessions(), places.controller),
+                (DescribeIndex(), places.index),
+                (ListLeases(), self._random.pick(places.keepers)),
+            )
+        )
+        self._call(base_uri, operation)
+
+    def _about_a_session(self) -> None:
+        if self._overheard.sessions:
+            session, _ = self._random.pick(self._overheard.sessions)
+            ends = self._random.chance(0.2)
+            self._call(self._places.controller, DeleteSession(session) if ends else GetSession(session))
+
+    def _ask_for_a_block(self) -> None:
+        random, places = self._random, self._places
+        if not self._overheard.prompts:
+            return
+        scope_id, tokens = random.pick(self._overheard.prompts)
+        keys = places.keys(scope_id, tokens)
+        if not keys:
+            return
+        kind = random.pick((HeadBlock, GetBlock))
+        operation = kind(
+            places.descriptor.compat_id,
+            scope_id,
+            random.pick(keys),
+            layers=random.pick((None, (0, 0), (1, 1), (0, 1), (2, 3))),
+            codec=random.pick((None, 1, 7)),
+        )
+        self._call(random.pick(places.keepers), operation)
+
+    def _attend(self) -> None:
+        if self._overheard.maps:
+            map_id = self._random.pick(list(self._overheard.maps))
+            version = max(1, self._overheard.maps[map_id] - self._random.below(2))
+            body = AttendRequest(version=version, layer=0, queries=bytes(16))
+            self._call(self._random.pick(self._places.instances), Attend(map_id), body)
+
+    def _directive(self) -> None:
+        if self._overheard.directives:
+            instance, directive = self._random.pick(self._overheard.directives)
+            self._call(instance, GetDirective(directive))
+
+    # Once all is healed
+
+    def settle(self, now_ms: int) -> tuple[Effect, ...]:
+        """Wake everybody, and ask from now on what has not ended."""
+        self._settling = True
+        self._due_ms = now_ms + _ASKING_MS
+        for instance in self._places.instances:
+            self._call(
+                self._places.controller,
+                ChangeInstanceState(component_id(instance)),
+                StateChange(state="active"),
+            )
+        self.directives = dict.fromkeys(self._overheard.directives, "not asked")
+        return self._work.take()
+
+    def _ask_all(self) -> None:
+        for keeper in self._places.keepers:
+            if self.leases.get(keeper) != 0:
+                self._call(keeper, ListLeases(), purpose=partial(self._leases_listed, keeper))
+        for instance, directive in self.directives:
+            self._call(
+                instance,
+                GetDirective(directive),
+                purpose=partial(self._directive_told, (instance, directive)),
+            )
+        self._call(self._places.index, DescribeIndex(), purpose=self._index_told)
+
+    def _leases_listed(self, keeper: str, item: AnswerReceived) -> None:
+        listing = _read(LeaseListing, item)
+        self.leases[keeper] = None if listing is None else len(listing.leases)
+
+    def _directive_told(self, key: tuple[str, str], item: AnswerReceived) -> None:
+        status = _read(DirectiveStatus, item)
+        if status is None or status.state in _OVER:
+            self.directives.pop(key, None)
+        else:
+            self.directives[key] = status.state
+
+    def _index_told(self, item: AnswerReceived) -> None:
+        info = _read(IndexInfo, item)
+        self.records = None if info is None else info.records
+
+    def unended(self) -> str:
+        """Return what was not seen to end, or an empty string."""
+        for (instance, directive), state in self.directives.items():
+            return f"prefetch directive {directive} at {instance} is {state}"
+        for keeper in self._places.keepers:
+            if left := self.leases.get(keeper, -1):
+                return f"{keeper} has {left} leases" if left > 0 else f"{keeper} did not list its leases"
+        return ""
+
+
+T = TypeVar("T")
+
+
+def _read(kind: type[T], item: AnswerReceived) -> T | None:
+    try:
+        found = read_answer(kind, item.response, item.body)
+    except KVSPError:
+        return None
+    return found if isinstance(found, kind) else None
+
+
+@attrs.define
+class _Map:
+    context: MapContext
+    tokens: int
+    begun: bool = False
+
+
+class Resharding:
+    """Splits contexts over instances and splits them anew, as the program around the controller `host`.
+
+    `mean_us` is the mean time between two changes.
+    """
+
+    def __init__(
+        self, host: Host, places: Places, overheard: Overheard, random: Randomness, *, mean_us: int
+    ) -> None:
+        self._host = host
+        self._places = places
+        self._overheard = overheard
+        self._random = random
+        self._mean_us = mean_us
+        self._maps: dict[str, _Map] = {}
+        self._count = 0
+        self._ending = False
+        self._later()
+
+    def _later(self) -> None:
+        delay_us = 500_000 if self._ending else self._random.between(1, 2 * self._mean_us)
+        self._host.world.after(delay_us, self._act)
+
+    def _act(self) -> None:
+        if self._ending and not self._maps:
+            return
+        self._host.deliver(Instruction("reshard", self._end_all if self._ending else self._change))
+        self._later()
+
+    def end(self) -> None:
+        """End all maps, as soon as each can be."""
+        self._ending = True
+
+    def unended(self) -> str:
+        """Return what has not ended, or an empty string."""
+        return f"{len(self._maps)} shard maps have not ended" if self._maps else ""
+
+    def _end_all(self, controller: Controller, now_ms: int) -> tuple[Effect, ...]:
+        effects: tuple[Effect, ...] = ()
+        for map_id, split in list(self._maps.items()):
+            if controller.shard_map(map_id) is None:
+                del self._maps[map_id]
+            else:
+                effects += self._reshard(controller, map_id, (), split, now_ms)
+        return effects
+
+    def _change(self, controller: Controller, now_ms: int) -> tuple[Effect, ...]:
+        random = self._random
+        if len(self._maps) < 2 and self._overheard.prompts:
+            map_id = self._new_map()
+        elif self._maps:
+            map_id = random.pick(list(self._maps))
+        else:
+            return ()
+        split = self._maps[map_id]
+        current = controller.shard_map(map_id)
+        if current is None:
+            if split.begun:  # it has ended, or the controller stopped before it was durable
+                del self._maps[map_id]
+                return ()
+            current = ShardMap(map=map_id, version=0, shards=())
+        shards: tuple[Shard, ...] = ()
+        if not current.shards or random.chance(0.8):
+            names = random.shuffled(self._places.instances)[: random.between(1, 3)]
+            shards = divide(current, split.tokens, names, block_tokens=split.context.block_tokens)
+        return self._reshard(controller, map_id, shards, split, now_ms)
+
+    def _new_map(self) -> str:
+        self._count += 1
+        scope_id, tokens = self._random.pick(self._overheard.prompts)
+        context = MapContext(
+            compat_id=self._places.descriptor.compat_id,
+            scope_id=scope_id,
+            block_keys=self._places.keys(scope_id, tokens),
+            block_tokens=self._places.descriptor.block_tokens,
+        )
+        map_id = f"map{self._count}"
+        self._maps[map_id] = _Map(context, len(tokens))
+        return map_id
+
+    def _reshard(
+        self, controller: Controller, map_id: str, shards: tuple[Shard, ...], split: _Map, now_ms: int
+    ) -> tuple[Effect, ...]:
+        try:
+            effects = controller.reshard(map_id, shards, split.context, now_ms)
+        except KVSPError:
+            return ()  # not now: a change is under way, or an instance is not active
+        split.begun = True
+        self._host.cluster.counts["reshards begun"] += 1
+        return effects
