@@ -138,7 +138,7 @@ class Process:
         self.paused = False
         self.starts = 0
         self.hosts: list[Host] = []
-        self._inbox: deque[tuple[Host, int, Input]] = deque()
+        self._inbox: deque[tuple[Host, int, Input | Instruction]] = deque()
 
     def add(self, host: Host) -> None:
         """Add a host."""
@@ -182,7 +182,7 @@ class Process:
         for host in self.hosts:
             host.arm_timer()
 
-    def keep(self, host: Host, item: Input) -> None:
+    def keep(self, host: Host, item: Input | Instruction) -> None:
         """Keep an input for when the process goes on."""
         self._inbox.append((host, host.life, item))
 
@@ -304,7 +304,7 @@ class Host:
         else:
             self.take(item)
 
-    def take(self, item: Input) -> None:
+    def take(self, item: Input | Instruction) -> None:
         """Bring the role an input now."""
         role = self.role
         if role is None:
@@ -314,7 +314,7 @@ class Host:
         event = Event(world.now_us, self.name, item)
         world.trace.note(self._mark, event)
         now_ms = self.process.clock.read(world.now_us)
-        effects = item.do(role, now_ms) if type(item) is Instruction else role.handle(item, now_ms)
+        effects = item.do(role, now_ms) if isinstance(item, Instruction) else role.handle(item, now_ms)
         event.effects = effects
         if effects:
             self._execute(effects)

@@ -137,14 +137,13 @@ class Operator:
 
     def _list(self) -> None:
         places = self._places
-        operation, base_uri = self._random.pick(
-            (
-                (ListInstances(), places.controller),
-                (ListSessions(), places.controller),
-                (DescribeIndex(), places.index),
-                (ListLeases(), self._random.pick(places.keepers)),
-            )
+        choices: tuple[tuple[Operation, str], ...] = (
+            (ListInstances(), places.controller),
+            (ListSessions(), places.controller),
+            (DescribeIndex(), places.index),
+            (ListLeases(), self._random.pick(places.keepers)),
         )
+        operation, base_uri = self._random.pick(choices)
         self._call(base_uri, operation)
 
     def _about_a_session(self) -> None:
@@ -161,7 +160,7 @@ class Operator:
         keys = places.keys(scope_id, tokens)
         if not keys:
             return
-        kind = random.pick((HeadBlock, GetBlock))
+        kind: type[HeadBlock | GetBlock] = HeadBlock if random.chance(0.5) else GetBlock
         operation = kind(
             places.descriptor.compat_id,
             scope_id,

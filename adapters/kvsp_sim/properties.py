@@ -529,6 +529,12 @@ class OneOwner(Property):
         rest = (self._version, self._seen, self._held, self._committed)
         return moves, *(frozenset(table.items()) for table in rest)
 
+    def in_doubt(self, member: str) -> bool:
+        """Return whether a member has accepted a plan and not heard what became of it: it must not decide
+        alone (decision W21).
+        """
+        return any(holder == member for _, holder in self._held)
+
     def _move(self, map_id: str, version: int) -> _Move:
         return self._moves.setdefault(map_id, {}).setdefault(version, _Move())
 
@@ -693,12 +699,13 @@ class Properties:
         timed: bool = True,
     ) -> None:
         self.scopes = ScopesHold(allowed, scope_keys)
+        self.one_owner = OneOwner()
         self.all: tuple[Property, ...] = (
             *((LeasesHold(quota_bytes), IndexIsCurrent()) if timed else ()),
             OneSample(),
             SessionsAreFenced(),
             AcknowledgedIsKept(),
-            OneOwner(),
+            self.one_owner,
             self.scopes,
             OnlyVerifiedBlocks(),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Iterator
-from typing import Final, TextIO
+from typing import Any, Final, TextIO
 
 from kvsp_core.roles.role import (
     AnswerReceived,
@@ -36,7 +36,7 @@ class Event:
 
     __slots__ = ("effects", "host", "item", "now_us")
 
-    def __init__(self, now_us: int, host: str, item: Input) -> None:
+    def __init__(self, now_us: int, host: str, item: Any) -> None:
         self.now_us = now_us
         self.host = host
         self.item = item
@@ -62,9 +62,9 @@ class Trace:
         kind = type(item)
         octets = b""
         if kind is BodyArrived or kind is AnswerReceived:
-            octets = item.body  # type: ignore[union-attr]
+            octets = item.body
         elif kind is LineReceived:
-            octets = item.line  # type: ignore[union-attr]
+            octets = item.line
         self._hash.update(b"%d %b %b %b\n" % (event.now_us, mark, kind.__name__.encode(), octets))
         if self._out is not None and self._last:
             self._out.write(f"{self._last[-1]}\n")
