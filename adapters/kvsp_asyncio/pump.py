@@ -41,6 +41,11 @@ class Link(BaseLink[HTTP], asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.abort()
 
+    def fileno(self) -> int:
+        """Return the file descriptor of its socket, or -1 where it has none."""
+        sock = None if self._transport is None else self._transport.get_extra_info("socket")
+        return -1 if sock is None else int(sock.fileno())
+
     def _turn(self) -> None:
         connection = self.connection
         while True:
@@ -189,6 +194,10 @@ class Network(BaseNetwork):
         pool = self._pool(credentials, base_uri, limits, pool_limits)
         self._parts.append(_Dialer(self, pool))
         return pool
+
+    def filenos(self) -> set[int]:
+        """Return the file descriptors of all connections."""
+        return {link.fileno() for part in self._parts for link in part.links} - {-1}
 
     async def close(self) -> None:
         """Close everything in order."""

@@ -87,6 +87,11 @@ class Credentials:
         """Use what the files hold now for new connections; where that cannot be used, nothing changes."""
         self._server, self._client = self._load()
 
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The paths of certificate, key and authorities."""
+        return tuple(map(str, self._files))
+
     def accept(self) -> TLSConnection:
         """Return the server's end of a new connection."""
         return TLSConnection(self._server, server_side=True)

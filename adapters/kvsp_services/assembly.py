@@ -9,6 +9,8 @@ from typing import cast
 
 import attrs
 
+from kvsp_client.files import read_scope, read_secret
+from kvsp_client.model_dir import descriptor_of_directory
 from kvsp_core.identity import CompatibilityDescriptor, Scope
 from kvsp_core.machines.fleet import Fleet
 from kvsp_core.machines.lease import LeaseTable
@@ -36,8 +38,6 @@ from kvsp_services.config import (
     RoleSection,
     TierSection,
 )
-from kvsp_services.files import read_scope, read_secret
-from kvsp_services.model_dir import descriptor_of_directory
 from kvsp_services.stores.block_files import FileTier
 from kvsp_services.stores.blocks import BlockTier, MemoryTier
 

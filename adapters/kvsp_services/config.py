@@ -12,11 +12,11 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from kvsp_client.model_dir import DEFAULT_BLOCK_TOKENS
 from kvsp_core.errors import KVSPError
 from kvsp_core.identity import parse_base_uri
 from kvsp_services.documents import DocumentError, read_toml
 from kvsp_services.logs import LogFormat, LogLevel
-from kvsp_services.model_dir import DEFAULT_BLOCK_TOKENS
 
 __all__ = [
     "Config",

@@ -13,12 +13,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from kvsp_client.model_dir import descriptor_of_directory
 from kvsp_core.identity import CompatibilityDescriptor, component_id
 from kvsp_core.problems import PROBLEM_BASE_URI
 from kvsp_core.resources import RESOURCES, Resource, RoleName
 from kvsp_core.roles.authorization import Permission, Relation, authorize
 from kvsp_engines.prepare import prepare_tiny
-from kvsp_services.model_dir import descriptor_of_directory
 from kvsp_services.pki import issue
 from kvsp_services.policy import read_policy
 from tests.adapters.services.cluster import Cluster

@@ -10,6 +10,7 @@ from typing import BinaryIO
 
 import click
 
+from kvsp_client.files import read_scope
 from kvsp_core.block_keys import block_keys
 from kvsp_core.errors import LocalProtocolError
 from kvsp_core.messages import LeaseGranted, LeaseRequest, LookupAnswer, LookupRequest
@@ -18,7 +19,6 @@ from kvsp_h2 import Credentials
 from kvsp_services.asking import AskError, ask, ask_for, expect_success
 from kvsp_services.cli.connection import as_json_option, show_json, show_table, with_credentials
 from kvsp_services.cli.values import read_descriptor, read_tokens
-from kvsp_services.files import read_scope
 
 __all__ = ["get", "lease", "lookup", "put"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from kvsp_services.files import read_secret
+from kvsp_client.files import read_secret
 from kvsp_services.stores.block_files import FileTier
 from kvsp_services.stores.durable import back_up
 

@@ -10,13 +10,13 @@ from typing import Any, BinaryIO
 
 import click
 
+from kvsp_client.files import read_scope
+from kvsp_client.model_dir import descriptor_of_directory
 from kvsp_core.block_keys import block_keys
 from kvsp_core.container import decode_container, replica_digest
 from kvsp_core.errors import KVSPError, LocalProtocolError
 from kvsp_core.identity import CompatibilityDescriptor
 from kvsp_core.registries import INITIAL_REGISTRIES
-from kvsp_services.files import read_scope
-from kvsp_services.model_dir import descriptor_of_directory
 
 __all__ = ["compat", "inspect", "keys", "read_descriptor", "read_tokens", "scope"]
 

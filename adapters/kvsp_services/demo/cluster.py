@@ -21,6 +21,8 @@ from typing import Any, Final
 
 import attrs
 
+from kvsp_client.files import read_scope
+from kvsp_client.model_dir import descriptor_of_directory
 from kvsp_core.errors import KVSPError
 from kvsp_core.ext_messages import IndexInfo, InstanceListing, LeaseListing, SessionListing
 from kvsp_core.identity import CompatibilityDescriptor, Scope, component_id
@@ -28,8 +30,6 @@ from kvsp_core.messages import StateChange, StatusAnswer
 from kvsp_core.resources import ChangeInstanceState, DescribeIndex, ListInstances, ListLeases, ListSessions
 from kvsp_h2 import Credentials
 from kvsp_services.asking import ask_for
-from kvsp_services.files import read_scope
-from kvsp_services.model_dir import descriptor_of_directory
 from kvsp_services.pki import init_ca, issue
 
 __all__ = ["INSTANCES", "Cluster", "Member"]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from kvsp_client.files import file_pieces, read_scope, read_secret
 from kvsp_core.errors import LocalProtocolError
-from kvsp_services.files import file_pieces, read_scope, read_secret
 
 KEY = bytes(range(32))
 

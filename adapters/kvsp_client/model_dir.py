@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from kvsp_client.files import file_pieces
 from kvsp_core.errors import LocalProtocolError
 from kvsp_core.identity import CompatibilityDescriptor
 from kvsp_core.model_config import derive_descriptor
-from kvsp_services.files import file_pieces
 
 __all__ = ["DEFAULT_BLOCK_TOKENS", "descriptor_of_directory", "weight_files"]
 

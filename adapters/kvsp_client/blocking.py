@@ -1,0 +1,287 @@
+"""The client for threads: `BlockingClient` does what `Client` does, on a loop in a thread of its own."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import CancelledError, Future
+from contextlib import AbstractAsyncContextManager, contextmanager
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+import anyio
+import attrs
+from anyio.from_thread import BlockingPortal
+
+from kvsp_client.client import Client
+from kvsp_client.errors import ClientClosed
+from kvsp_client.fetch import Fetch, FetchResult
+from kvsp_client.lease import HolderLease, Lease
+from kvsp_client.loop_thread import LoopThread, release, shared_loop
+from kvsp_client.memory import Sections
+from kvsp_client.settings import ClientSettings
+from kvsp_client.stats import ClientStats
+from kvsp_client.store import StoreResult
+from kvsp_core.prefix import Prefix, PrefixKeys
+from kvsp_h2 import Credentials
+
+__all__ = ["BlockingClient", "BlockingFetch", "BlockingJob", "BlockingLease"]
+
+T = TypeVar("T")
+
+
+@attrs.define
+class _Opened:
+    """A client on the loop of this process."""
+
+    pid: int
+    loop: LoopThread
+    client: Client
+    context: Any
+
+    def call(self, work: Callable[..., Awaitable[T]], *arguments: Any, **options: Any) -> T:
+        """Do something in the loop, and wait for it."""
+
+        async def run() -> T:
+            return await work(*arguments, **options)
+
+        try:
+            done: T = self.loop.portal.call(run)
+            return done
+        except (RuntimeError, CancelledError) as error:
+            if isinstance(error, CancelledError) or self.client.closed:
+                raise ClientClosed("the client was closed") from None
+            raise
+
+
+class BlockingClient:
+    """Finds, fetches, stores and leases blocks; its methods may be called in any thread, several at once.
+
+    It takes the arguments of `Client`, and opens when it is first used. All clients of a process share one
+    loop in one thread and, with the same certificate, their connections. In a process that was forked from
+    this one it opens anew. `close` it, or use it in a ``with`` statement.
+    """
+
+    def __init__(
+        self, credentials: Credentials, *, index: str, settings: ClientSettings | None = None
+    ) -> None:
+        self.index = index
+        self.settings = settings or ClientSettings()
+        self._credentials = credentials
+        self._lock = threading.Lock()
+        self._opened: _Opened | None = None
+        self._closed = False
+        self._pid = os.getpid()
+        self._jobs: set[Future[Any]] = set()
+
+    def __enter__(self) -> BlockingClient:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _open(self) -> _Opened:
+        if self._pid != os.getpid():
+            # The lock may have been held by a thread that is not in this process.
+            self._lock, self._opened, self._pid = threading.Lock(), None, os.getpid()
+        with self._lock:
+            if self._closed:
+                raise ClientClosed("the client was closed; make another one")
+            if self._opened is None:
+                self._opened = self._start()
+            return self._opened
+
+    def _start(self) -> _Opened:
+        loop = shared_loop()
+
+        async def make() -> Client:
+            return Client(
+                self._credentials,
+                index=self.index,
+                settings=self.settings,
+                wire=loop.wire(self._credentials),
+            )
+
+        try:
+            client = loop.portal.call(make)
+            context = loop.portal.wrap_async_context_manager(client)
+            context.__enter__()
+        except BaseException:
+            release(loop)
+            raise
+        return _Opened(os.getpid(), loop, client, context)
+
+    def close(self) -> None:
+        """Give up what is under way, and close; twice is as good as once."""
+        if self._pid != os.getpid():
+            self._closed = True
+            return
+        with self._lock:
+            opened, self._opened, self._closed = self._opened, None, True
+        if opened is not None:
+            for job in tuple(self._jobs):
+                job.cancel()
+            try:
+                opened.context.__exit__(None, None, None)
+            finally:
+                release(opened.loop)
+
+    def lookup(self, keys: PrefixKeys, *others: PrefixKeys) -> Prefix:
+        """Return the longest prefix that the index knows replicas of; see `Client.lookup`."""
+        opened = self._open()
+        return opened.call(opened.client.lookup, keys, *others)
+
+    def fetch(self, prefix: Prefix, sections: Sections, *, deadline_ms: int | None = None) -> FetchResult:
+        """Fetch a prefix into the caller's memory and return what has come; see `Client.fetch`."""
+        opened = self._open()
+        return opened.call(opened.client.fetch, prefix, sections, deadline_ms=deadline_ms)
+
+    def start_fetch(
+        self, prefix: Prefix, sections: Sections, *, deadline_ms: int | None = None
+    ) -> BlockingFetch:
+        """Begin to fetch a prefix and return at once; `cancel` it where its result is not waited for."""
+        opened = self._open()
+
+        async def start() -> Fetch:
+            return opened.client.start_fetch(prefix, sections, deadline_ms=deadline_ms)
+
+        return BlockingFetch(opened, opened.call(start))
+
+    def store(
+        self, holder: str, keys: PrefixKeys, sections: Sections, *, deadline_ms: int | None = None
+    ) -> StoreResult:
+        """Store blocks from the caller's memory at a holder; see `Client.store`."""
+        return self.start_store(holder, keys, sections, deadline_ms=deadline_ms).result()
+
+    def start_store(
+        self, holder: str, keys: PrefixKeys, sections: Sections, *, deadline_ms: int | None = None
+    ) -> BlockingJob[StoreResult]:
+        """Begin to store blocks and return at once; the caller's memory is read until the job is done."""
+        opened = self._open()
+
+        async def store() -> StoreResult:
+            return await opened.client.store(holder, keys, sections, deadline_ms=deadline_ms)
+
+        future = opened.loop.portal.start_task_soon(store)
+        self._jobs.add(future)
+        future.add_done_callback(self._jobs.discard)
+        return BlockingJob(future)
+
+    @contextmanager
+    def lease(self, holder: str, keys: PrefixKeys, *, ttl_ms: int = 30_000) -> Iterator[BlockingLease]:
+        """Keep blocks at a holder from being evicted while the block runs; see `Client.lease`."""
+        opened = self._open()
+        with _entered(opened.loop.portal, opened.client.lease(holder, keys, ttl_ms=ttl_ms)) as lease:
+            yield BlockingLease(opened, lease)
+
+    @contextmanager
+    def lease_prefix(self, prefix: Prefix, *, ttl_ms: int = 30_000) -> Iterator[BlockingLease]:
+        """Keep the blocks of a prefix at each of its holders; see `Client.lease_prefix`."""
+        opened = self._open()
+        with _entered(opened.loop.portal, opened.client.lease_prefix(prefix, ttl_ms=ttl_ms)) as lease:
+            yield BlockingLease(opened, lease)
+
+    def stats(self) -> ClientStats:
+        """Return what the client has done so far, counted; in a forked process, since the fork."""
+        opened = self._open()
+
+        async def stats() -> ClientStats:
+            return opened.client.stats()
+
+        return opened.call(stats)
+
+
+class BlockingFetch:
+    """A prefix on its way into memory; see `Fetch`. Its methods may be called in any thread."""
+
+    def __init__(self, opened: _Opened, fetch: Fetch) -> None:
+        self._opened = opened
+        self._fetch = fetch
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more comes: `result` returns at once."""
+        return self._fetch.done
+
+    def wait_layer(self, layer: int, timeout_s: float | None = None) -> int:
+        """Wait until a layer is usable, and return of how many leading blocks; see `Fetch.wait_layer`.
+
+        Raises `TimeoutError` where that takes longer.
+        """
+        return self._call(self._fetch.wait_layer, layer, timeout_s=timeout_s)
+
+    def result(self, timeout_s: float | None = None) -> FetchResult:
+        """Wait for the end, and return what there is. Raises `TimeoutError` where that takes longer."""
+        return self._call(self._fetch.result, timeout_s=timeout_s)
+
+    def cancel(self) -> None:
+        """Fetch no more; once this returns, nothing is written to the memory any more."""
+
+        async def cancel() -> None:
+            self._fetch.cancel()
+
+        if not self.done:
+            self._call(cancel, timeout_s=None)
+
+    def _call(self, work: Callable[..., Awaitable[T]], *arguments: Any, timeout_s: float | None) -> T:
+        if self._opened.pid != os.getpid():
+            raise ClientClosed("this fetch was begun in another process; begin one in this process")
+
+        async def bounded() -> T:
+            with anyio.fail_after(timeout_s):
+                return await work(*arguments)
+
+        return self._opened.call(bounded)
+
+
+class BlockingJob(Generic[T]):
+    """Something under way in the client's thread."""
+
+    def __init__(self, future: Future[T]) -> None:
+        self._future = future
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over."""
+        return self._future.done()
+
+    def result(self, timeout_s: float | None = None) -> T:
+        """Wait for the end, and return what came of it. Raises `TimeoutError` where that takes longer."""
+        try:
+            return self._future.result(timeout_s)
+        except CancelledError:
+            raise ClientClosed("the job was cancelled, or the client closed") from None
+
+    def cancel(self) -> None:
+        """Give it up."""
+        self._future.cancel()
+
+
+class BlockingLease:
+    """A lease that renews itself in the client's thread."""
+
+    def __init__(self, opened: _Opened, lease: HolderLease | Lease) -> None:
+        self._opened = opened
+        self._lease = lease
+
+    @property
+    def held(self) -> bool:
+        """Whether the holders have promised to keep the blocks now."""
+
+        async def held() -> bool:
+            return self._lease.held
+
+        return self._opened.call(held)
+
+
+@contextmanager
+def _entered(portal: BlockingPortal, context: AbstractAsyncContextManager[T]) -> Iterator[T]:
+    """Be in an asynchronous context; one whose loop has ended meanwhile is over already."""
+    with portal.wrap_async_context_manager(context) as entered:
+        yield entered

@@ -1,0 +1,390 @@
+"""Fetch a prefix into the caller's memory; what is asked of whom is decided by `kvsp_core`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncIterator, Iterable
+from typing import Final
+
+import anyio
+import attrs
+
+from kvsp_client.errors import LayersWithdrawn, Unavailable
+from kvsp_client.memory import Sections, octets_of
+from kvsp_client.settings import ClientSettings
+from kvsp_client.stats import Counters
+from kvsp_client.wire import Wire
+from kvsp_core.container import BlockArrived, BlockRefused, LayerArrived
+from kvsp_core.container_header import ContainerError, ContainerHeader
+from kvsp_core.heads import Response
+from kvsp_core.identity import component_id
+from kvsp_core.machines import prefix_load as load
+from kvsp_core.machines import retrieval
+from kvsp_core.machines.prefix_load import Miss, MissReason, PrefixLoad
+from kvsp_core.machines.retrieval import Outcome, Retrieval, outcome_of_status
+from kvsp_core.messages import Withdrawal
+from kvsp_core.prefix import Prefix, in_order
+from kvsp_core.registries import RAW_CODEC
+from kvsp_core.resources import GetBlock, WithdrawReplica
+from kvsp_core.scattered import ScatteredBlock
+from kvsp_h2 import BodyEnded, DataReceived, Event, ExchangeEnded, ResponseReceived
+from kvsp_h2.pool import Call
+
+__all__ = ["Avoided", "Fetch", "FetchResult"]
+
+_NEVER: Final = 1 << 62
+
+
+@attrs.frozen(kw_only=True)
+class FetchResult:
+    """What a fetch has brought: the leading `blocks`, complete and verified.
+
+    `withdrawn` are blocks with layers that were usable once and cannot be relied on any more.
+    """
+
+    blocks: int
+    tokens: int
+    requested: int
+    """How many blocks were asked for."""
+    misses: tuple[Miss, ...] = ()
+    withdrawn: tuple[int, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        """Whether every block is there."""
+        return self.blocks == self.requested
+
+
+class Avoided:
+    """Holders that failed lately."""
+
+    def __init__(self, avoid_ms: int) -> None:
+        self._avoid_ms = avoid_ms
+        self._until_ms: dict[str, int] = {}
+
+    def add(self, holder: str, now_ms: int) -> None:
+        """Ask this holder last for a while."""
+        self._until_ms[holder] = now_ms + self._avoid_ms
+
+    def at(self, now_ms: int) -> frozenset[str]:
+        """Return who is to be asked last now."""
+        if self._until_ms:
+            self._until_ms = {holder: due for holder, due in self._until_ms.items() if due > now_ms}
+        return frozenset(self._until_ms)
+
+
+class Fetch:
+    """A prefix on its way into memory; made by `Client.fetching`.
+
+    Going through it gives the layers, in ascending order, each once it is usable of all blocks that the
+    prefix then has.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        prefix: Prefix,
+        sections: Sections,
+        *,
+        index_uri: str,
+        settings: ClientSettings,
+        counters: Counters,
+        avoided: Avoided,
+        deadline_ms: int | None,
+    ) -> None:
+        self._wire = wire
+        self._prefix = prefix
+        self._sections = sections
+        self._index_uri = index_uri
+        self._settings = settings
+        self._counters = counters
+        self._avoided = avoided
+        now_ms = wire.now_ms()
+        self._due_ms = _NEVER if deadline_ms is None else now_ms + deadline_ms
+        descriptor = prefix.keys.descriptor
+        self.layers: Final = descriptor.layers
+        avoid = avoided.at(now_ms)
+        self._load = PrefixLoad(
+            [
+                Retrieval(
+                    in_order(records, avoid=avoid),
+                    block_key=key,
+                    compat_id=descriptor.compat_id,
+                    scope_id=prefix.keys.scope_id,
+                    layers=descriptor.layers,
+                    block_tokens=descriptor.block_tokens,
+                )
+                for key, records in zip(prefix.keys.keys, prefix.replicas, strict=True)
+            ],
+            layers=descriptor.layers,
+            at_a_time=settings.concurrent_fetches,
+        )
+        self._max_bytes = ContainerHeader.for_layers(descriptor, codec=RAW_CODEC).size_bytes
+        self._calls: dict[tuple[int, int], _BlockCall] = {}
+        self._todo: deque[load.Effect] = deque()
+        self._doing = False
+        self._error: BaseException | None = None
+        self._ended: load.Ended | None = None
+        self._changed = anyio.Event()
+        self._over = anyio.Event()
+
+    # For the caller
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more comes: `result` returns at once."""
+        return self._ended is not None
+
+    async def wait_layer(self, layer: int) -> int:
+        """Wait until a layer, and all before it, are usable of every block that the prefix then has.
+
+        Returns how many leading blocks that is. The prefix may still become shorter: then the next call
+        raises `LayersWithdrawn`, as it does where a block that was usable turned out to be bad.
+        """
+        while True:
+            if self._error is not None:
+                raise self._error
+            if self._load.void:
+                raise LayersWithdrawn(self._load.void)
+            blocks = self._load.take_layer(layer)
+            if blocks is not None:
+                return blocks
+            await self._changed.wait()
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        for layer in range(self.layers):
+            if await self.wait_layer(layer) == 0:
+                return
+            yield layer
+
+    async def result(self) -> FetchResult:
+        """Wait for the end, and return what there is. Faults of peers are told by the result alone."""
+        await self._over.wait()
+        if self._error is not None:
+            raise self._error
+        assert self._ended is not None
+        return FetchResult(
+            blocks=self._ended.blocks,
+            tokens=self._ended.blocks * self._prefix.keys.descriptor.block_tokens,
+            requested=len(self._prefix),
+            misses=self._ended.misses,
+            withdrawn=self._ended.void,
+        )
+
+    def cancel(self, reason: MissReason = MissReason.CANCELLED) -> None:
+        """Fetch no more. What is complete is kept; nothing is written to the memory any more."""
+        if not self.done:
+            self._carry_out(self._load.handle(load.Stop(reason), self._wire.now_ms()))
+
+    # Under way
+
+    async def run(self) -> None:
+        """Fetch until everything has come, cannot come, or the deadline is over."""
+        try:
+            self._carry_out(self._load.handle(load.Start(), self._wire.now_ms()))
+            while not self.done:
+                now_ms = self._wire.now_ms()
+                if now_ms >= self._due_ms:
+                    self.cancel(MissReason.DEADLINE)
+                    break
+                for call in tuple(self._calls.values()):
+                    if now_ms >= call.heard_ms + self._settings.stall_ms:
+                        call.fail()
+                heard_ms = min((call.heard_ms for call in self._calls.values()), default=now_ms)
+                wait_ms = min(self._due_ms, heard_ms + self._settings.stall_ms) - now_ms
+                with anyio.move_on_after(max(1, wait_ms) / 1000):
+                    await self._over.wait()
+        finally:
+            self.cancel()
+
+    def _carry_out(self, effects: Iterable[load.Effect]) -> None:
+        """Do what the machine wants done, in its order, also where doing one thing leads to the next."""
+        self._todo.extend(effects)
+        if self._doing:
+            return
+        self._doing = True
+        try:
+            while self._todo:
+                self._do(self._todo.popleft())
+        finally:
+            self._doing = False
+
+    def _do(self, effect: load.Effect) -> None:
+        match effect:
+            case load.Fetch(block, fetch):
+                self._calls[block, fetch.fetch] = call = _BlockCall(self, block, fetch)
+                call.begin(self._wire)
+            case load.CancelFetch(block, fetch_number):
+                if (given_up := self._calls.pop((block, fetch_number), None)) is not None:
+                    given_up.cancel()
+            case load.ReportBad(block, holder, digest):
+                self._counters.attempt(Outcome.CORRUPT)
+                self._avoided.add(holder, self._wire.now_ms())
+                operation = WithdrawReplica(component_id(holder), self._prefix.keys.keys[block])
+                self._wire.tell(self._index_uri, operation, Withdrawal(digest=digest))
+            case load.LayersReady():
+                self._notify()
+            case load.Ended():
+                self._end(effect)
+
+    def _end(self, ended: load.Ended) -> None:
+        self._ended = ended
+        self._counters.fetched_blocks += ended.blocks
+        header = ContainerHeader.for_layers(self._prefix.keys.descriptor, codec=RAW_CODEC)
+        self._counters.fetched_bytes += ended.blocks * header.data_bytes
+        for miss in ended.misses:
+            self._counters.miss(miss.reason)
+        self._over.set()
+        self._notify()
+
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, anyio.Event()
+        changed.set()
+
+    # What comes of a call
+
+    def report(self, call: _BlockCall, event: retrieval.LayerArrived | retrieval.BlockEnded) -> None:
+        """Take note of a layer, or of the end of a container."""
+        if isinstance(event, retrieval.BlockEnded):
+            self._calls.pop((call.block, call.fetch.fetch), None)
+        self._carry_out(self._load.handle(load.Fetched(call.block, event), self._wire.now_ms()))
+
+    def failed(self, call: _BlockCall, event: retrieval.Refused | retrieval.FetchFailed) -> None:
+        """Take note that a holder did not serve what it was asked for."""
+        self._calls.pop((call.block, call.fetch.fetch), None)
+        outcome = Outcome.UNAVAILABLE
+        if isinstance(event, retrieval.Refused):
+            outcome = outcome_of_status(event.status) or outcome
+        self._counters.attempt(outcome)
+        if outcome is Outcome.UNAVAILABLE:
+            self._avoided.add(call.fetch.holder, self._wire.now_ms())
+        self._carry_out(self._load.handle(load.Fetched(call.block, event), self._wire.now_ms()))
+
+    def broken(self, error: BaseException) -> None:
+        """Give everything up, because the caller's own memory cannot be written to."""
+        self._error = self._error or error
+        self.cancel()
+
+    def operation(self, call: _BlockCall) -> GetBlock:
+        """Return the request of a call."""
+        keys = self._prefix.keys
+        return GetBlock(
+            keys.descriptor.compat_id, keys.scope_id, keys.keys[call.block], layers=call.fetch.layers
+        )
+
+    def receiver(self, block: int, layers: tuple[int, int] | None, size_bytes: int | None) -> ScatteredBlock:
+        """Return what takes the octets of a container in. Raises `ContainerError`."""
+
+        def sections_of(layer: int) -> tuple[memoryview, memoryview]:
+            k_section, v_section = self._sections(block, layer)
+            return octets_of(k_section), octets_of(v_section)
+
+        return ScatteredBlock(
+            sections_of,
+            descriptor=self._prefix.keys.descriptor,
+            layers=None if layers is None else range(layers[0], layers[1] + 1),
+            size_bytes=size_bytes,
+            max_size_bytes=self._max_bytes,
+        )
+
+
+class _BlockCall:
+    """One request for a block, or for some layers of it."""
+
+    def __init__(self, owner: Fetch, block: int, fetch: retrieval.Fetch) -> None:
+        self.block = block
+        self.fetch = fetch
+        self.heard_ms = 0
+        self._owner = owner
+        self._wire: Wire | None = None
+        self._call: Call | None = None
+        self._response: Response | None = None
+        self._receiver: ScatteredBlock | None = None
+        self._over = False
+
+    def begin(self, wire: Wire) -> None:
+        """Send the request."""
+        self._wire = wire
+        self.heard_ms = wire.now_ms()
+        try:
+            call = wire.call(self.fetch.holder, self._owner.operation(self), on_event=self._on_event)
+        except Unavailable:
+            self.fail()
+            return
+        self._call = call
+        if self._over:
+            call.cancel()
+
+    def fail(self) -> None:
+        """Give the call up, and say so."""
+        self._end(retrieval.FetchFailed(self.fetch.fetch))
+
+    def cancel(self) -> None:
+        """Give the call up."""
+        self._over = True
+        if self._call is not None:
+            self._call.cancel()
+
+    def _end(self, event: retrieval.Refused | retrieval.FetchFailed) -> None:
+        if not self._over:
+            self.cancel()
+            self._owner.failed(self, event)
+
+    def _on_event(self, event: Event) -> None:
+        if self._over:
+            return
+        assert self._wire is not None
+        self.heard_ms = self._wire.now_ms()
+        try:
+            self._take(event)
+        except ContainerError:
+            self.fail()
+        except Exception as error:  # of the caller's `sections`
+            self.cancel()
+            self._owner.broken(error)
+
+    def _take(self, event: Event) -> None:
+        match event:
+            case ResponseReceived(_, response):
+                self._response = response
+                if not response.is_success:
+                    self._end(retrieval.Refused(self.fetch.fetch, response.status))
+                else:
+                    size_bytes = response.content_length
+                    self._receiver = self._owner.receiver(self.block, self.fetch.layers, size_bytes)
+            case DataReceived(_, data):
+                assert self._receiver is not None
+                for item in self._receiver.receive_data(data):
+                    self._arrived(item)
+                if self._call is not None and not self._over:
+                    self._call.acknowledge(len(data))
+            case BodyEnded():
+                assert self._receiver is not None
+                for item in self._receiver.receive_eof():
+                    self._arrived(item)
+            case ExchangeEnded():
+                self.fail()
+            case _:
+                pass
+
+    def _arrived(self, item: object) -> None:
+        fetch, owner = self.fetch.fetch, self._owner
+        match item:
+            case LayerArrived(layer, digest) if not self._over:
+                owner.report(self, retrieval.LayerArrived(fetch, layer, digest))
+            case BlockArrived(header, _, sha256) if not self._over:
+                assert self._receiver is not None
+                assert self._response is not None
+                assert sha256 is not None
+                self._over = True
+                ended = retrieval.BlockEnded(
+                    fetch=fetch,
+                    header=header,
+                    layer_digests=self._receiver.layer_digests,
+                    repr_digest_valid=self._response.repr_digest == sha256.hex(),
+                )
+                owner.report(self, ended)
+            case BlockRefused():
+                self.fail()
+            case _:
+                pass

@@ -1,0 +1,174 @@
+"""The connections of a client: one network, one pool of connections for each role, single requests.
+
+The sockets and timers are those of `kvsp_asyncio` and `kvsp_trio`, whichever loop is running.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, Final, TypeVar
+
+import anyio
+import attrs
+import sniffio
+
+from kvsp_client.errors import Refused, Unavailable
+from kvsp_core.answers import read_answer
+from kvsp_core.errors import RemoteProtocolError
+from kvsp_core.heads import Response
+from kvsp_core.problems import Problem
+from kvsp_core.resources import Operation, request_for, resource_of
+from kvsp_h2 import Credentials, DataReceived, Event, ExchangeEnded, ResponseReceived
+from kvsp_h2.pool import Call, Pool
+
+__all__ = ["Answer", "Exchange", "Wire", "open_network"]
+
+T = TypeVar("T")
+
+MAX_ROLES: Final = 4096
+"""Base URIs that one client calls; calls to further ones fail, so that records cannot make it open more."""
+
+
+def open_network() -> Any:
+    """Return a network for the loop that is running, to be entered: `kvsp_asyncio`'s or `kvsp_trio`'s."""
+    pump = importlib.import_module(f"kvsp_{sniffio.current_async_library()}")
+    return pump.open_network()
+
+
+@attrs.frozen
+class Answer:
+    """What a role answered."""
+
+    response: Response
+    body: bytes = attrs.field(repr=False)
+
+
+class Exchange:
+    """Takes in one small answer; `over` is set at its end."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.over = anyio.Event()
+        self.response: Response | None = None
+        self.body = bytearray()
+        self.failure = ""
+        self.call: Call | None = None
+        self._limit_bytes = limit_bytes
+
+    def on_event(self, event: Event) -> None:
+        """Take an event of the exchange."""
+        match event:
+            case ResponseReceived(_, response):
+                self.response = response
+            case DataReceived(_, data):
+                self.body += data
+                if self.call is not None:
+                    self.call.acknowledge(len(data))
+                if len(self.body) > self._limit_bytes:
+                    self.failure = f"its answer has more than {self._limit_bytes} octets"
+                    self.over.set()
+            case ExchangeEnded(complete=complete, reason=reason):
+                self.failure = self.failure or ("" if complete else reason or "it did not answer")
+                self.over.set()
+            case _:
+                pass
+
+
+class Wire:
+    """Requests to roles over the connections of one network, with one certificate."""
+
+    def __init__(self, network: Any, credentials: Credentials) -> None:
+        self._network = network
+        self._credentials = credentials
+        self._pools: dict[str, Pool] = {}
+
+    def now_ms(self) -> int:
+        """Return the time of the loop's clock."""
+        return int(self._network.now_ms())
+
+    def pool(self, base_uri: str) -> Pool:
+        """Return the connections to a role. Raises `Unavailable` where it calls too many roles already."""
+        pool = self._pools.get(base_uri)
+        if pool is None:
+            if len(self._pools) >= MAX_ROLES:
+                raise Unavailable(f"{base_uri}: this client calls {MAX_ROLES} roles already")
+            pool = self._pools[base_uri] = self._network.service(self._credentials, base_uri)
+        return pool
+
+    def call(
+        self,
+        base_uri: str,
+        operation: Operation,
+        body: object = None,
+        *,
+        on_event: Callable[[Event], None],
+        pieces: Sequence[memoryview | bytes] = (),
+        expect_continue: bool = False,
+    ) -> Call:
+        """Make a request; `on_event` is told what becomes of it. `pieces` is a body that is a container.
+
+        The pieces are not copied: they must not change until the exchange has ended.
+        """
+        length = sum(memoryview(piece).nbytes for piece in pieces) if pieces else None
+        request, octets = request_for(operation, body, length=length)
+        first, *rest = pieces or (octets,)
+        call = self.pool(base_uri).call(
+            request, first, on_event=on_event, end=not rest, expect_continue=expect_continue
+        )
+        for number, piece in enumerate(rest, 1):
+            call.send_data(piece, end=number == len(rest))
+        return call
+
+    async def ask(
+        self,
+        base_uri: str,
+        operation: Operation,
+        body: object = None,
+        *,
+        timeout_ms: int,
+        pieces: Sequence[memoryview | bytes] = (),
+    ) -> Answer:
+        """Make a request and return its answer, whatever it is. Raises `Unavailable` where there is none."""
+        exchange = Exchange(resource_of(operation).answer_limit_bytes)
+        call = exchange.call = self.call(base_uri, operation, body, on_event=exchange.on_event, pieces=pieces)
+        try:
+            with anyio.fail_after(timeout_ms / 1000):
+                await exchange.over.wait()
+        except TimeoutError:
+            raise Unavailable(f"{base_uri} did not answer within {timeout_ms / 1000:g} s") from None
+        finally:
+            call.cancel()
+        if exchange.failure or exchange.response is None:
+            raise Unavailable(f"{base_uri}: {exchange.failure}")
+        return Answer(exchange.response, bytes(exchange.body))
+
+    async def ask_for(
+        self, kind: type[T], base_uri: str, operation: Operation, body: object = None, *, timeout_ms: int
+    ) -> T:
+        """Make a request and return the message its answer holds. Raises `Refused` and `Unavailable`."""
+        answer = await self.ask(base_uri, operation, body, timeout_ms=timeout_ms)
+        try:
+            found = read_answer(kind, answer.response, answer.body)
+        except RemoteProtocolError as error:
+            raise Unavailable(f"{base_uri}: its answer is not as the protocol says: {error}") from None
+        if isinstance(found, Problem):
+            raise Refused(base_uri, found)
+        return found
+
+    def tell(self, base_uri: str, operation: Operation, body: object = None) -> None:
+        """Make a request whose answer changes nothing, and wait for nothing."""
+        notice = _Notice()
+        with suppress(Unavailable):
+            notice.call = self.call(base_uri, operation, body, on_event=notice.on_event)
+
+
+class _Notice:
+    """Takes in an answer that nobody looks at."""
+
+    def __init__(self) -> None:
+        self.call: Call | None = None
+
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, DataReceived) and self.call is not None:
+            self.call.acknowledge(len(event.data))

@@ -1,0 +1,158 @@
+"""Reads a container into sections that lie wherever their reader wants them, with a single copy.
+
+`kvsp_core.container.IncomingBlock` takes a container into one piece of memory. An engine wants the K and V
+sections of each layer in memory of its own instead: `ScatteredBlock` puts every octet there as it comes, and
+tells the same events. Protocol section "KV Block Container"; requirements KC-2, KC-3 and KC-5.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Final, TypeAlias
+
+from kvsp_core.container import (
+    BlockArrived,
+    BlockEvent,
+    BlockRefused,
+    HeaderArrived,
+    LayerArrived,
+    replica_digest,
+)
+from kvsp_core.container_header import FIXED_BYTES, ContainerError, ContainerHeader, HeaderReader
+from kvsp_core.errors import LocalProtocolError
+from kvsp_core.identity import CompatibilityDescriptor
+from kvsp_core.limits import MAX_CONTAINER_BYTES
+from kvsp_core.problems import BAD_REQUEST, Problem
+
+__all__ = ["ScatteredBlock", "SectionsOf"]
+
+SectionsOf: TypeAlias = Callable[[int], tuple[memoryview, memoryview]]
+"""Returns the memory for the K and the V section of a layer: writable octets, as many as the section has."""
+
+_TRAILING: Final = Problem(BAD_REQUEST, "octets follow the end that the header states")
+
+
+class ScatteredBlock:
+    """Takes the octets of a container in any split, each to its section's memory.
+
+    `sections_of` is asked for the memory of each layer before its first octet is there. What is written there
+    is to be used once `LayerArrived` says so and its digest is the right one. The other arguments, the events
+    and the errors are those of `IncomingBlock`, with the digest of the container always computed; memory
+    that does not have the size of its section is a `LocalProtocolError`.
+    """
+
+    def __init__(
+        self,
+        sections_of: SectionsOf,
+        *,
+        descriptor: CompatibilityDescriptor | None = None,
+        layers: range | None = None,
+        size_bytes: int | None = None,
+        max_size_bytes: int = MAX_CONTAINER_BYTES,
+    ) -> None:
+        self._sections_of = sections_of
+        self._reader = HeaderReader(
+            descriptor=descriptor, layers=layers, declared=size_bytes, room=max_size_bytes
+        )
+        self._staged = bytearray()
+        self._sha256 = hashlib.sha256()
+        self._layer_hash = hashlib.sha256()
+        self._digests: list[str] = []
+        self._left: list[memoryview] = []
+        """What is still to be filled of the sections of the layer that is arriving."""
+        self._over = False
+        self.header: ContainerHeader | None = None
+
+    @property
+    def layer_digests(self) -> tuple[str, ...]:
+        """The digests of the layers that have arrived, in order, computed from the octets that came."""
+        return tuple(self._digests)
+
+    def receive_data(self, data: bytes | bytearray | memoryview) -> tuple[BlockEvent, ...]:
+        """Take the next octets; return what they complete."""
+        self._check_open()
+        octets = memoryview(data).cast("B")
+        events: list[BlockEvent] = []
+        if self.header is None:
+            try:
+                octets = self._receive_header(octets, events)
+            except ContainerError as error:
+                return (*events, self._refused(error.problem))
+        if self.header is not None and octets:
+            self._receive_sections(self.header, octets, events)
+        return tuple(events)
+
+    def receive_eof(self) -> tuple[BlockEvent, ...]:
+        """Say that no more octets will come; return `BlockArrived`, or `BlockRefused` if some are missing."""
+        self._check_open()
+        header = self.header
+        if header is None or len(self._digests) < len(header.sections):
+            expected = "its header" if header is None else f"its {header.size_bytes} octets"
+            return (self._refused(Problem(BAD_REQUEST, f"the container ends within {expected}")),)
+        self._over = True
+        return (BlockArrived(header, replica_digest(self._digests), self._sha256.digest()),)
+
+    def _check_open(self) -> None:
+        if self._over:
+            raise LocalProtocolError("this container has ended; read the next with a new ScatteredBlock")
+
+    def _refused(self, problem: Problem) -> BlockRefused:
+        self._over = True
+        self._left = []
+        return BlockRefused(problem)
+
+    def _receive_header(self, octets: memoryview, events: list[BlockEvent]) -> memoryview:
+        """Take octets of the header; return those after it."""
+        while octets and self.header is None:
+            missing = max(FIXED_BYTES, self._reader.header_bytes) - len(self._staged)
+            self._staged += octets[:missing]
+            octets = octets[missing:]
+            self.header = self._reader.read(memoryview(self._staged))
+        if self.header is not None:
+            self._sha256.update(self._staged)
+            events.append(HeaderArrived(self.header))
+            self._begin_layer(self.header, events)
+        return octets
+
+    def _receive_sections(
+        self, header: ContainerHeader, octets: memoryview, events: list[BlockEvent]
+    ) -> None:
+        self._sha256.update(octets)
+        while octets and self._left:
+            room = self._left[0]
+            count = min(room.nbytes, octets.nbytes)
+            piece = octets[:count]
+            room[:count] = piece
+            self._layer_hash.update(piece)
+            octets = octets[count:]
+            if count < room.nbytes:
+                self._left[0] = room[count:]
+            else:
+                del self._left[0]
+                if not self._left:
+                    self._end_layer(header, events)
+        if octets:
+            events.append(self._refused(_TRAILING))
+
+    def _begin_layer(self, header: ContainerHeader, events: list[BlockEvent]) -> None:
+        """Get the memory of the next layer; one whose sections are empty is complete at once."""
+        number = len(self._digests)
+        if number == len(header.sections):
+            return
+        layer, sizes = header.first_layer + number, header.sections[number]
+        rooms = [memoryview(room).cast("B") for room in self._sections_of(layer)]
+        if tuple(room.nbytes for room in rooms) != sizes:
+            raise LocalProtocolError(
+                f"layer {layer}: its sections have {sizes} octets, the memory given has another size"
+            )
+        self._left = [room for room in rooms if room.nbytes]
+        if not self._left:
+            self._end_layer(header, events)
+
+    def _end_layer(self, header: ContainerHeader, events: list[BlockEvent]) -> None:
+        layer, digest = header.first_layer + len(self._digests), self._layer_hash.hexdigest()
+        self._layer_hash = hashlib.sha256()
+        self._digests.append(digest)
+        events.append(LayerArrived(layer, digest))
+        self._begin_layer(header, events)
