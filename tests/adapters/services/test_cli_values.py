@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 import pytest
 
+from kvsp_client.scopes import salted_scope
 from kvsp_services.cli import app
 
 DESCRIPTOR = {
@@ -67,6 +68,12 @@ def test_compat_prints_the_published_identifier(capfd: pytest.CaptureFixture[str
 def test_scope_prints_the_published_identifier(capfd: pytest.CaptureFixture[str]) -> None:
     expected = "6d1c6481cd428737da312c089db3832a\n"
     assert kvsp(capfd, "scope", "--scope-key-file", "key") == (0, expected, "")
+
+
+@pytest.mark.requirement("SK-1")
+def test_scope_prints_that_of_a_salt(capfd: pytest.CaptureFixture[str]) -> None:
+    expected = salted_scope(bytes(range(32)), "salt").scope_id + "\n"
+    assert kvsp(capfd, "scope", "--scope-key-file", "key", "--salt", "salt") == (0, expected, "")
 
 
 @pytest.mark.requirement("TV-1", "SK-2")

@@ -1,0 +1,79 @@
+"""Settings of the storage backends for SGLang and LMCache, which know no model: they are told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from kvsp_client.blocking import BlockingClient
+from kvsp_client.files import read_secret
+from kvsp_client.model_dir import descriptor_of_directory
+from kvsp_client.object_names import named_descriptor
+from kvsp_client.settings import ClientSettings
+from kvsp_core.errors import KVSPError, LocalProtocolError
+from kvsp_core.identity import CompatibilityDescriptor, parse_base_uri
+from kvsp_h2 import Credentials
+
+__all__ = ["Backend", "BackendSettings", "checked"]
+
+_Count = Annotated[int, msgspec.Meta(ge=1)]
+S = TypeVar("S", bound="BackendSettings")
+
+
+class BackendSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the index and the cache server are, and what model the blocks are of."""
+
+    index: str
+    cache_server: str
+    certificate_file: str
+    key_file: str
+    authorities_file: str
+    scope_key_file: str
+    model_dir: str
+    """The directory of the model that the engine runs."""
+    kv_dtype: str | None = None
+    """The element type of the engine's cache, if not that of the weights."""
+    timeout_ms: _Count = 5_000
+    """How long a call may take; what has not come by then is a miss."""
+
+
+def checked(settings: type[S], members: Mapping[str, Any], where: str) -> S:
+    """Return settings. Raises `LocalProtocolError`, one line that names the key, for what is wrong with
+    them."""
+    try:
+        found = msgspec.convert(dict(members), settings, strict=True)
+        for key in ("index", "cache_server"):
+            parse_base_uri(getattr(found, key), member=key)
+        for key in ("certificate_file", "key_file", "authorities_file", "scope_key_file"):
+            if not Path(getattr(found, key)).is_file():
+                raise LocalProtocolError(f"{key}: there is no file {getattr(found, key)}")
+    except (msgspec.ValidationError, KVSPError) as error:
+        raise LocalProtocolError(f"{where}: {error}") from None
+    return found
+
+
+class Backend:
+    """A client, a descriptor and a tenant's key: what both backends are made over.
+
+    `names` says in the descriptor whose names for blocks these are.
+    """
+
+    def __init__(self, settings: BackendSettings, *, block_tokens: int, names: str) -> None:
+        plain = descriptor_of_directory(
+            Path(settings.model_dir), block_tokens=block_tokens, kv_dtype=settings.kv_dtype
+        )
+        self.descriptor: CompatibilityDescriptor = named_descriptor(plain, names)
+        self.section_bytes = self.descriptor.section_bytes(block_tokens)
+        self.scope_key = read_secret(Path(settings.scope_key_file))
+        self.cache_server = settings.cache_server
+        self.timeout_ms = settings.timeout_ms
+        self.client = BlockingClient(
+            Credentials(
+                Path(settings.certificate_file), Path(settings.key_file), Path(settings.authorities_file)
+            ),
+            index=settings.index,
+            settings=ClientSettings(call_timeout_ms=settings.timeout_ms),
+        )

@@ -1,0 +1,227 @@
+"""What a vLLM engine shares, and what it refuses to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import pytest
+
+from kvsp_client.model_dir import descriptor_of_directory
+from kvsp_client.scopes import salted_scope
+from kvsp_client.vllm.engine_descriptor import (
+    NotShared,
+    Sharing,
+    check_expressible,
+    describe_engine,
+)
+from kvsp_core.errors import LocalProtocolError
+from kvsp_core.identity import Scope
+from tests.adapters.vllm_connector import fakes
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return fakes.model_directory(tmp_path / "some-model")
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    path = tmp_path / "tenant.key"
+    path.write_bytes(bytes(range(32)))
+    path.chmod(0o600)
+    return path
+
+
+@pytest.mark.requirement("CD-7", "CD-3")
+def test_an_engine_of_another_maker_derives_the_same(directory: Path) -> None:
+    found = describe_engine(fakes.engine(directory))
+    assert found == descriptor_of_directory(directory, block_tokens=4)
+    assert found.positional == "rope;theta=100000"
+    assert (found.model, found.kv_dtype, found.block_tokens) == ("some-model", "bf16", 4)
+
+
+@pytest.mark.requirement("CD-5")
+@pytest.mark.parametrize(
+    ("changed", "member"),
+    [
+        ({"dtype": "torch.float32"}, "kv_dtype"),
+        ({"cache_dtype": "float16"}, "kv_dtype"),
+        ({"block_size": 16}, "block_tokens"),
+        ({"hf_overrides": {"rope_theta": 500000.0}}, "positional"),
+        ({"hf_overrides": {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}}, "positional"),
+    ],
+)
+def test_what_changes_the_values_changes_the_descriptor(
+    directory: Path, changed: dict[str, Any], member: str
+) -> None:
+    plain, other = (
+        describe_engine(fakes.engine(directory)),
+        describe_engine(fakes.engine(directory, **changed)),
+    )
+    assert plain.members()[member] != other.members()[member]
+    assert plain.compat_id != other.compat_id
+
+
+def test_other_weights_in_the_same_place_are_another_model(directory: Path) -> None:
+    before = describe_engine(fakes.engine(directory))
+    (directory / "model.safetensors").write_bytes(b"other weights")
+    assert describe_engine(fakes.engine(directory)).model_digest != before.model_digest
+
+
+def test_what_full_attention_caches_is_shared(directory: Path) -> None:
+    check_expressible(fakes.engine(directory), fakes.caches())
+
+
+@pytest.mark.requirement("CD-5")
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"use_mla": True}, "latent"),
+        ({"is_hybrid": True}, "not attention"),
+        ({"runner_type": "pooling"}, "runner"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+        ({"cache_dtype": "fp8"}, "scales"),
+        ({"cache_dtype": "fp8_e5m2"}, "scales"),
+        ({"hf_overrides": lambda config: config}, "hf_overrides"),
+        ({"quantization": "fp8"}, "quantization fp8"),
+        ({"speculative_config": SimpleNamespace(method="eagle")}, "draft"),
+    ],
+)
+def test_an_engine_that_cannot_be_described_is_refused(
+    directory: Path, changed: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(LocalProtocolError, match=reason) as refused:
+        check_expressible(fakes.engine(directory, **changed), fakes.caches())
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("specs", "reason"),
+    [
+        ([fakes.spec(sliding_window=1024)], "window"),
+        ([fakes.spec(attention_chunk_size=8192)], "chunk"),
+        ([fakes.spec(non_causal=True)], "causal"),
+        ([fakes.spec(head_size_v=4)], "dimensions"),
+        ([fakes.MLAAttentionSpec(head_size=6)], "MLAAttentionSpec"),
+        ([fakes.spec(), fakes.spec()], "2 groups"),
+        ([SimpleNamespace(kv_cache_specs={"a": fakes.spec(), "b": fakes.spec(sliding_window=8)})], "window"),
+    ],
+)
+def test_caches_that_are_not_of_all_tokens_are_refused(
+    directory: Path, specs: list[Any], reason: str
+) -> None:
+    with pytest.raises(LocalProtocolError, match=reason):
+        check_expressible(fakes.engine(directory), fakes.caches(*specs))
+
+
+def test_speculation_without_a_draft_model_is_no_matter(directory: Path) -> None:
+    config = fakes.engine(directory, speculative_config=SimpleNamespace(method="ngram"))
+    check_expressible(config, fakes.caches())
+
+
+def test_quantized_weights_that_are_in_the_files_are_shared(tmp_path: Path) -> None:
+    directory = fakes.model_directory(tmp_path / "awq", quantization_config={"quant_method": "awq"})
+    check_expressible(fakes.engine(directory, quantization="awq"), fakes.caches())
+
+
+# Requests
+
+
+@pytest.fixture
+def sharing(directory: Path, key_file: Path) -> Sharing:
+    return Sharing(describe_engine(fakes.engine(directory)), key_file)
+
+
+def test_a_plain_request_has_the_tenants_scope(sharing: Sharing) -> None:
+    assert sharing.of(fakes.request()) == (Scope(bytes(range(32))), sharing.descriptor)
+
+
+@pytest.mark.requirement("SK-1", "SK-6")
+def test_a_cache_salt_has_a_scope_of_its_own(sharing: Sharing) -> None:
+    scopes = [sharing.of(fakes.request(cache_salt=salt))[0].scope_id for salt in (None, "a", "b")]
+    assert len(set(scopes)) == 3
+    assert scopes[1] == salted_scope(bytes(range(32)), "a").scope_id
+
+
+@pytest.mark.parametrize(
+    ("changed", "label"),
+    [
+        ({"mm_features": ["an image"]}, "multimodal"),
+        ({"prompt_embeds": object()}, "prompt-embeddings"),
+        ({"prompt_token_ids": None}, "prompt-embeddings"),
+        ({"pooling_params": object()}, "pooling"),
+    ],
+)
+def test_a_request_whose_tokens_do_not_say_all_is_not_shared(
+    sharing: Sharing, changed: dict[str, Any], label: str
+) -> None:
+    with pytest.raises(NotShared) as refused:
+        sharing.of(fakes.request(**changed))
+    assert refused.value.label == label
+
+
+def adapter(
+    tmp_path: Path, weights: bytes = b"lora", config: bytes = b"{}", **members: Any
+) -> SimpleNamespace:
+    directory = tmp_path / f"adapter-{weights.hex()}-{config.hex()}"
+    directory.mkdir(exist_ok=True)
+    (directory / "adapter_model.safetensors").write_bytes(weights)
+    (directory / "adapter_config.json").write_bytes(config)
+    return SimpleNamespace(**{"lora_name": "x", "lora_path": str(directory), "load_inplace": False} | members)
+
+
+@pytest.mark.requirement("CD-3", "CD-5")
+def test_adapters_are_told_apart_by_their_files(sharing: Sharing, tmp_path: Path) -> None:
+    requests = [
+        fakes.request(lora_request=lora)
+        for lora in (
+            None,
+            adapter(tmp_path),
+            adapter(tmp_path, b"other weights"),
+            adapter(tmp_path, config=b'{"lora_alpha": 8}'),
+        )
+    ]
+    assert len({sharing.of(request)[1].compat_id for request in requests}) == 4
+    again = fakes.request(lora_request=adapter(tmp_path, lora_name="y"))
+    assert sharing.of(again)[1] == sharing.of(requests[1])[1]
+
+
+def test_an_adapter_whose_files_say_nothing_is_not_shared(sharing: Sharing, tmp_path: Path) -> None:
+    for lora in (
+        adapter(tmp_path, load_inplace=True),
+        SimpleNamespace(lora_name="x", lora_path=str(tmp_path), load_inplace=False),
+    ):
+        with pytest.raises(NotShared) as refused:
+            sharing.of(fakes.request(lora_request=lora))
+        assert refused.value.label == "adapter"
+
+
+@pytest.mark.requirement("CD-8")
+@pytest.mark.parametrize(
+    ("changed", "member"),
+    [({"kv_dtype": "fp32"}, "kv_dtype"), ({"block_tokens": 16}, "block_tokens"), ({"model": "y"}, "model")],
+)
+def test_an_engine_that_the_deployment_does_not_know_is_an_error_that_names_the_member(
+    directory: Path, key_file: Path, changed: dict[str, Any], member: str
+) -> None:
+    own = describe_engine(fakes.engine(directory))
+    Sharing(own, key_file, [own])
+    with pytest.raises(LocalProtocolError, match=rf"^{member}: this engine has .* descriptor says"):
+        Sharing(own, key_file, [attrs.evolve(own, **changed)])
+
+
+@pytest.mark.requirement("CD-8")
+def test_an_adapter_that_the_deployment_does_not_know_is_named(
+    directory: Path, key_file: Path, tmp_path: Path
+) -> None:
+    own = describe_engine(fakes.engine(directory))
+    known = Sharing(own, key_file).of(fakes.request(lora_request=adapter(tmp_path)))[1]
+    sharing = Sharing(own, key_file, [known])
+    assert sharing.of(fakes.request(lora_request=adapter(tmp_path)))[1] == known
+    for lora in (None, adapter(tmp_path, b"unknown")):
+        with pytest.raises(NotShared, match=r"^adapter"):
+            sharing.of(fakes.request(lora_request=lora))
