@@ -98,6 +98,7 @@ def _who(rule: Rule) -> str:
     relation = {
         Relation.ANYBODY: "",
         Relation.ITSELF: ", for itself",
+        Relation.OWNER: ", for its own",
         Relation.DELEGATE: ", as a delegate",
     }
     permission = f", with *{rule.permission.value}* in the scope" if rule.permission else ""

@@ -70,10 +70,12 @@ class Permission(Enum):
 
 
 class Relation(Enum):
-    """How the client stands to the holder or instance that the request names."""
+    """How the client stands to the holder, instance or session that the request names."""
 
     ANYBODY = "anybody"
     ITSELF = "itself"
+    OWNER = "owner"
+    """The client opened the session; only the role that keeps it knows."""
     DELEGATE = "delegate"
     """The policy says that the client publishes for that holder."""
 
@@ -104,7 +106,8 @@ _USERS: Final = _KEEPERS | _OPERATOR
 
 _READ, _WRITE = Permission.READ, Permission.WRITE
 _PUBLISH, _WITHDRAW = Permission.PUBLISH, Permission.WITHDRAW
-_ITSELF, _DELEGATE, _ANYBODY = Relation.ITSELF, Relation.DELEGATE, Relation.ANYBODY
+_ANYBODY, _ITSELF = Relation.ANYBODY, Relation.ITSELF
+_OWNER, _DELEGATE = Relation.OWNER, Relation.DELEGATE
 
 RULES: Final[Mapping[type[Operation], tuple[Rule, ...]]] = MappingProxyType(
     {
@@ -133,8 +136,8 @@ RULES: Final[Mapping[type[Operation], tuple[Rule, ...]]] = MappingProxyType(
         # controller
         RecordCheckpoint: (Rule(_INSTANCE, permission=_READ),),
         PlaceRequest: (Rule(_FRONT_END, permission=_READ),),
-        GetSession: (Rule(_FRONT_END, permission=_READ, hidden=True), Rule(_OPERATOR)),
-        DeleteSession: (Rule(_FRONT_END, permission=_READ, hidden=True), Rule(_OPERATOR)),
+        GetSession: (Rule(_FRONT_END, _OWNER, _READ, hidden=True), Rule(_OPERATOR)),
+        DeleteSession: (Rule(_FRONT_END, _OWNER, _READ, hidden=True), Rule(_OPERATOR)),
         ListInstances: (Rule(_OPERATOR),),
         ListSessions: (Rule(_OPERATOR),),
         ChangeInstanceState: (Rule(_OPERATOR),),
@@ -249,8 +252,8 @@ class Policy:
     def stands(self, principal: str, relation: Relation, named: str) -> bool:
         """Return whether a principal stands in a relation to a holder or instance, by its identifier."""
         match relation:
-            case Relation.ANYBODY:
-                return True
+            case Relation.ANYBODY | Relation.OWNER:
+                return True  # whose something is, `authorize` is told
             case Relation.ITSELF:
                 return self._ids.get(principal) == named
             case Relation.DELEGATE:
@@ -292,13 +295,19 @@ _NOT_THERE: Final = Problem(NOT_FOUND)
 
 
 def authorize(
-    policy: Policy, client: str, operation: Operation, *, scope_id: str | None = None
+    policy: Policy,
+    client: str,
+    operation: Operation,
+    *,
+    scope_id: str | None = None,
+    owner: str | None = None,
 ) -> Problem | None:
     """Return why a client may not make a request, or None where it may.
 
     Ask with the head alone first: a client that has the permission it needs in no scope at all is refused
-    then. Ask again with `scope_id` once it is known, from the body or from what the request names. A block's
-    scope is in its path, so one question is enough. No answer depends on whether what is named exists.
+    then. Ask again with `scope_id` once it is known, from the body or from what the request names, and with
+    the `owner` of what it names, where that belongs to somebody. A block's scope is in its path, so one
+    question is enough. No answer depends on whether what is named exists.
     """
     roles = policy.roles(client)
     scope_id = scope_id or getattr(operation, "scope_id", None)
@@ -307,7 +316,9 @@ def authorize(
     for rule in RULES.get(type(operation), ()):
         if not roles & rule.roles:
             continue
-        if not policy.stands(client, rule.relation, named):
+        if rule.relation is Relation.OWNER and owner not in (None, client):
+            refusal = _NOT_THERE
+        elif not policy.stands(client, rule.relation, named):
             refusal = _RELATION_WRONG if refusal is _ROLE_WRONG else refusal
         elif rule.permission is None or policy.may(client, rule.permission, scope_id):
             return None

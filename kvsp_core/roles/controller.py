@@ -105,8 +105,8 @@ __all__ = ["Controller", "ControllerSettings"]
 @attrs.frozen
 class _ForRequest:
     request_id: int
-    client: str
-    deadline_ms: int
+    client: str = attrs.field(eq=False)
+    deadline_ms: int = attrs.field(eq=False)
 
 
 @attrs.frozen
@@ -182,7 +182,7 @@ class Controller:
             self._work,
             self._fleet,
             settings.placement,
-            lambda replicas: self.policy.trusted(replicas),  # of the policy as it is then
+            lambda: self.policy,
             self._may_serve,
         )
         self._maps = ShardMaps(
@@ -232,8 +232,7 @@ class Controller:
         match item:
             case RequestReceived() | BodyArrived() | BodyFailed() | RequestEnded():
                 if isinstance(item, RequestEnded):
-                    self._waiting.pop(item.request_id, None)
-                    self._alarms.set(str(item.request_id), None)
+                    self._request_ended(item.request_id)
                 asked, effects = self._desk.take(item)
                 self._work.emit(*effects)
                 if asked is not None:
@@ -290,6 +289,12 @@ class Controller:
 
     def _allow(self, client: str, operation: Operation) -> Problem | None:
         return authorize(self.policy, client, operation)
+
+    def _request_ended(self, request_id: int) -> None:
+        """Take note that a request is gone: one that waits for an instance is not placed any more."""
+        self._waiting.pop(request_id, None)
+        self._alarms.set(str(request_id), None)
+        self._placements.cancel(_ForRequest(request_id, "", 0))
 
     def _serve(self, asked: Asked, now_ms: int) -> None:
         match asked.operation:
@@ -592,8 +597,8 @@ class Controller:
         if ledger is None:
             self._work.emit(refuse(asked.request_id, _NO_SESSION))
             return
-        scope_id = ledger.record.scope_id
-        if authorize(self.policy, asked.client, operation, scope_id=scope_id) is not None:
+        scope_id, owner = ledger.record.scope_id, ledger.record.client
+        if authorize(self.policy, asked.client, operation, scope_id=scope_id, owner=owner) is not None:
             self._work.emit(refuse(asked.request_id, _NO_SESSION))  # as if there were none
             return
         if isinstance(operation, GetSession):

@@ -8,7 +8,7 @@ placement worse, never impossible.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias, assert_never
 
@@ -18,7 +18,7 @@ from kvsp_core.answers import read_answer
 from kvsp_core.errors import KVSPError
 from kvsp_core.ext_messages import CandidateCost, MissedBlocks, PlacementAnswer, ScopedPrefix
 from kvsp_core.identity import CompatibilityDescriptor
-from kvsp_core.limits import CALL_TIMEOUT_MS, MAX_LOOKUP_KEYS
+from kvsp_core.limits import CALL_TIMEOUT_MS, MAX_DESCRIPTORS, MAX_LOOKUP_KEYS
 from kvsp_core.machines.fleet import Fleet
 from kvsp_core.machines.placement import (
     Candidate,
@@ -36,6 +36,7 @@ from kvsp_core.messages import LookupAnswer, LookupRequest, PrefetchBlock
 from kvsp_core.problems import Problem
 from kvsp_core.records import InstanceStatus, ReplicaRecord
 from kvsp_core.resources import GetDescriptor, Lookup
+from kvsp_core.roles.authorization import Policy as Permissions
 from kvsp_core.roles.role import AnswerReceived, CallFailed
 from kvsp_core.roles.work import Work
 
@@ -124,16 +125,17 @@ class _Gather:
 
     purpose: Any
     subject: Subject
-    open_calls: int = 0
+    calls: set[int] = attrs.Factory(set)
+    """Those that have not been answered."""
     replicas: list[list[tuple[ReplicaRecord, ...]]] = attrs.Factory(list)
 
 
 class Placements:
     """Looks up what is needed for each placement.
 
-    `trusted` says which replicas count (SE-2), `may_serve` whether an instance has a part in a scope: others
-    would only refuse. Calls are made through `work`; their ends come back to
-    `handle`. When all of a placement have come, it is `Found`.
+    `policy` returns what holds now: which replicas count, and whose digests (SE-2). `may_serve` says whether
+    an instance has a part in a scope: others would only refuse. Calls are made through `work`; their ends
+    come back to `handle`. When all of a placement have come, it is `Found`.
     """
 
     def __init__(
@@ -141,17 +143,18 @@ class Placements:
         work: Work,
         fleet: Fleet,
         settings: PlacementSettings,
-        trusted: Callable[[Iterable[ReplicaRecord]], tuple[ReplicaRecord, ...]],
+        policy: Callable[[], Permissions],
         may_serve: Callable[[str, str], bool],
     ) -> None:
         self._work = work
         self._fleet = fleet
         self._settings = settings
-        self._trusted = trusted
+        self._policy = policy
         self._may_serve = may_serve
         self._descriptors = dict(settings.descriptors)
         self._service_us: dict[str, int] = {}
         self._gathers: dict[int, _Gather] = {}
+        self._number_of: dict[Any, int] = {}  # what a placement is for -> its gather
         self._last = 0
 
     def __len__(self) -> int:
@@ -165,40 +168,50 @@ class Placements:
         number = self._last
         gather = _Gather(purpose=purpose, subject=subject, replicas=[[] for _ in subject.prefixes])
         self._gathers[number] = gather
+        self._number_of[purpose] = number
         for index, prefix in enumerate(subject.prefixes):
             if prefix.block_keys and self._settings.index_uris:
                 self._look_up(number, index, 0)
         if subject.compat_id not in self._descriptors and self._settings.index_uris:
-            gather.open_calls += 1
-            self._work.call(
+            call = self._work.call(
                 self._settings.index_uris[0],
                 GetDescriptor(subject.compat_id),
                 purpose=DescriptorCall(number, subject.compat_id),
                 timeout_ms=self._settings.call_timeout_ms,
             )
+            gather.calls.add(call)
         return self._finish(number)
+
+    def cancel(self, purpose: Any) -> None:
+        """Give a placement up that nobody waits for any more."""
+        number = self._number_of.pop(purpose, None)
+        if number is not None:
+            for call in sorted(self._gathers.pop(number).calls):
+                self._work.cancel(call)
 
     def _look_up(self, number: int, prefix: int, index: int) -> None:
         """Ask an index for the next keys of a prefix."""
         gather = self._gathers[number]
-        keys = gather.subject.prefixes[prefix].block_keys
+        keys, scope_id = gather.subject.prefixes[prefix].block_keys, gather.subject.prefixes[prefix].scope_id
         known = len(gather.replicas[prefix])
         request = LookupRequest(
-            scope_id=gather.subject.prefixes[prefix].scope_id,
+            scope_id=scope_id,
             compat_id=gather.subject.compat_id,
             block_keys=keys[known : known + self._settings.max_lookup_keys],
+            holders=self._policy().producers(scope_id),
         )
-        gather.open_calls += 1
-        self._work.call(
+        call = self._work.call(
             self._settings.index_uris[index],
             Lookup(),
             request,
             purpose=LookupCall(number, prefix, index),
             timeout_ms=self._settings.call_timeout_ms,
         )
+        gather.calls.add(call)
 
     def handle(self, call: PlacementCall, item: AnswerReceived | CallFailed) -> Found | None:
         """Take in the end of a call; return what was found where it was the last."""
+        self._gathers[call.gather].calls.discard(item.call_id)
         match call:
             case LookupCall():
                 self._looked_up(call, _read(item))
@@ -206,7 +219,6 @@ class Placements:
                 self._described(call.compat_id, item)
             case _:
                 assert_never(call)
-        self._gathers[call.gather].open_calls -= 1
         return self._finish(call.gather)
 
     def _looked_up(self, call: LookupCall, answer: LookupAnswer | None) -> None:
@@ -219,7 +231,9 @@ class Placements:
         found = gather.replicas[call.prefix]
         asked = prefix.block_keys[len(found) : len(found) + self._settings.max_lookup_keys]
         for key, block in zip(asked, answer.blocks, strict=False):
-            replicas = self._trusted(r for r in block.replicas if _fits(r, gather.subject, prefix))
+            replicas = self._policy().trusted(
+                record for record in block.replicas if _fits(record, gather.subject, prefix)
+            )
             if block.block_key != key or not replicas:
                 return
             found.append(replicas)
@@ -235,12 +249,15 @@ class Placements:
             return
         if descriptor.compat_id == compat_id:  # CD-6: computed, not believed
             self._descriptors[compat_id] = descriptor
+            if len(self._descriptors) > len(self._settings.descriptors) + MAX_DESCRIPTORS:
+                learnt = (known for known in self._descriptors if known not in self._settings.descriptors)
+                del self._descriptors[next(learnt)]
 
     def _finish(self, number: int) -> Found | None:
         gather = self._gathers[number]
-        if gather.open_calls:
+        if gather.calls:
             return None
-        del self._gathers[number]
+        del self._gathers[number], self._number_of[gather.purpose]
         best = max(range(len(gather.replicas)), key=lambda index: (len(gather.replicas[index]), -index))
         match = Match(prefix=gather.subject.prefixes[best], replicas=tuple(gather.replicas[best]))
         return Found(purpose=gather.purpose, subject=gather.subject, match=match)

@@ -58,6 +58,7 @@ from kvsp_core.roles.role import (
     BodyArrived,
     Call,
     CallFailed,
+    CancelCall,
     Delete,
     Effect,
     Input,
@@ -73,7 +74,9 @@ from kvsp_core.roles.role import (
     TimerFired,
 )
 
-PC, IS, FE, OTHER_FE = (f"https://{name}.example/kvsp/" for name in ("pc", "is", "fe", "fe2"))
+PC, IS, FE, FE_TOO, OTHER_FE = (
+    f"https://{name}.example/kvsp/" for name in ("pc", "is", "fe", "fe2", "other-fe")
+)
 A, B, C, H = (f"https://{name}.example/kvsp/" for name in ("a", "b", "c", "h"))
 OPERATOR = "spiffe://example/operator"
 SCOPE, OTHER_SCOPE = "0f" * 16, "1e" * 16
@@ -93,13 +96,14 @@ KEYS = tuple(f"{number:064x}" for number in range(1, 5))
 POLICY = Policy(
     {
         FE: [RoleName.FRONT_END],
+        FE_TOO: [RoleName.FRONT_END],
         OTHER_FE: [RoleName.FRONT_END],
         OPERATOR: [RoleName.OPERATOR],
         H: [RoleName.HOLDER],
         **{instance: [RoleName.INSTANCE] for instance in (A, B, C)},
     },
     {
-        SCOPE: ScopeRules(read=[FE, A, B, C], publish=[H, A, B, C]),
+        SCOPE: ScopeRules(read=[FE, FE_TOO, A, B, C], publish=[H, A, B, C]),
         OTHER_SCOPE: ScopeRules(read=[OTHER_FE]),
     },
 )
@@ -146,6 +150,7 @@ class Talk:
         self.drawn = itertools.count(1)
         self.effects: list[Effect] = []
         self.replicas: dict[str, tuple[ReplicaRecord, ...]] = {}
+        self.index_answers = True
         self.restart()
 
     def restart(self) -> None:
@@ -174,10 +179,12 @@ class Talk:
                     self.answers[number] = response, body
                 case Call():
                     self.calls[effect.call_id] = effect
+                case CancelCall(call_id):
+                    del self.calls[call_id]
                 case _:
                     pass
-        while lookups := [call for call in self.calls.values() if call.base_uri == IS]:
-            self.look_up(lookups[0])
+        while self.index_answers and (calls := [c for c in self.calls.values() if c.base_uri == IS]):
+            self.look_up(calls[0])
         return effects
 
     def give(self, item: Input) -> tuple[Effect, ...]:
@@ -991,3 +998,79 @@ def test_an_empty_store_is_a_new_controller(talk: Talk) -> None:
     assert talk.effects == []
     assert talk.controller.next_deadline_ms() is None
     assert talk.give(TimerFired()) == ()
+
+
+# Requests that are gone, and what belongs to others
+
+
+def test_a_request_that_is_gone_is_not_placed(talk: Talk) -> None:
+    talk.report(A)
+    talk.index_answers = False
+    number = talk.send(FE, PlaceRequest(), placement())
+    (lookup,) = [call for call in talk.calls.values() if call.base_uri == IS]
+    talk.give(RequestEnded(number, False, 0))
+    assert CancelCall(lookup.call_id) in talk.effects
+    head = Response(status=200, content_type=JSON_MEDIA_TYPE)
+    late = talk.give(AnswerReceived(lookup.call_id, head, encode(LookupAnswer(matched=0, blocks=()))))
+    assert late == ()
+    assert talk.store.tables.get("sessions", {}) == {}
+    assert len(talk.controller._placements) == 0
+    assert number not in talk.answers
+
+
+def test_the_other_requests_are_placed_all_the_same(talk: Talk) -> None:
+    talk.report(A)
+    talk.index_answers = False
+    gone, stays = (talk.send(FE, PlaceRequest(), placement()) for _ in range(2))
+    talk.give(RequestEnded(gone, False, 0))
+    talk.index_answers = True
+    talk.pass_time(1)
+    talk.take(())
+    assert talk.answers[stays][0].status == 201
+    assert len(talk.store.tables["sessions"]) == 1
+
+
+@pytest.mark.requirement("SE-1")
+@pytest.mark.parametrize("operation", [GetSession, DeleteSession])
+def test_a_session_is_told_of_and_ended_for_who_opened_it_and_for_operators(
+    talk: Talk, operation: Any
+) -> None:
+    talk.report(A)
+    placed = talk.place()
+    unknown = operation("6f1d0a9e-2c55-4d7e-9a0e-5b7f2f9f6a11")
+    assert talk.ask(FE_TOO, operation(placed.session)) == talk.ask(FE_TOO, unknown)
+    talk.restart()
+    assert talk.ask(FE_TOO, operation(placed.session))[0] == 404
+    assert talk.ask(FE, operation(placed.session))[0] // 100 == 2
+    assert talk.ask(OPERATOR, operation(placed.session))[0] // 100 == 2
+
+
+@pytest.mark.requirement("SE-2")
+def test_a_lookup_names_the_trusted_producers_of_the_scope(talk: Talk) -> None:
+    talk.report(A)
+    rules = attrs.evolve(POLICY.scope(SCOPE), producers=[B, A])
+    roles = {FE: [RoleName.FRONT_END], H: [RoleName.HOLDER], FE_TOO: [RoleName.FRONT_END]}
+    roles |= {instance: [RoleName.INSTANCE] for instance in (A, B, C)}
+    talk.controller.policy = Policy(roles, {SCOPE: rules})
+    talk.index_answers = False
+    talk.send(FE, PlaceRequest(), placement())
+    (lookup,) = [call for call in talk.calls.values() if call.base_uri == IS]
+    assert isinstance(lookup.body, bytes)
+    assert decode(LookupRequest, lookup.body).holders == (A, B)
+
+
+def test_descriptors_that_were_learnt_are_kept_up_to_a_limit(
+    talk: Talk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvsp_core.roles.controller_placement.MAX_DESCRIPTORS", 2)
+    talk.report(A)
+    talk.index_answers = False
+    models = [attrs.evolve(DESCRIPTOR, model=f"model-{number}") for number in range(3)]
+    for model in models:
+        talk.send(FE, PlaceRequest(), placement((), compat_id=model.compat_id))
+        (call,) = [call for call in talk.calls.values() if call.base_uri == IS]
+        del talk.calls[call.call_id]
+        head = Response(status=200, content_type=JSON_MEDIA_TYPE)
+        talk.give(AnswerReceived(call.call_id, head, model.canonical_json))
+    known = talk.controller._placements._descriptors
+    assert list(known) == [COMPAT, models[1].compat_id, models[2].compat_id]
