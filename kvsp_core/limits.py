@@ -60,6 +60,7 @@ __all__ = [
     "MAX_SHARD_MAPS",
     "MAX_SOURCES_PER_BLOCK",
     "MAX_STATUS_TTL_MS",
+    "MAX_TIER_MOVES",
     "MAX_TOKENS_PER_CHECKPOINT",
     "MAX_UNCOVERED_TOKENS",
     "OUTPUT_SILENCE_MS",
@@ -283,6 +284,9 @@ PUBLISH_RETRY_MS: Final = 500
 
 MAX_INCOMING_BLOCKS: Final = 64
 """Blocks that a holder takes in at a time; more is 503."""
+
+MAX_TIER_MOVES: Final = 4
+"""Blocks that a holder moves between its tiers at a time; others stay where they are for now."""
 
 MAX_LEASE_KEYS: Final = 8192
 """Block keys in one lease; more is 413."""

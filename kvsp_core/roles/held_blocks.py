@@ -19,6 +19,7 @@ from kvsp_core.roles.descriptors import Descriptors
 from kvsp_core.roles.holdings import Holdings, TierLimits, id_of
 from kvsp_core.roles.publication import Publisher
 from kvsp_core.roles.role import BlockName, Drop, StoredBlock
+from kvsp_core.roles.tier_moves import TierMoves
 from kvsp_core.roles.work import Work
 
 __all__ = ["HeldBlocks", "LeaseEvent"]
@@ -54,8 +55,17 @@ class HeldBlocks:
             random_bytes=random_bytes,
             ttl_ms=replica_ttl_ms,
         )
+        self.moves = TierMoves(
+            work,
+            self.holdings,
+            make_room=self._clear,
+            in_use=lambda block: block in self._kept or block in self._reads_of,
+            moved=self._moved,
+            lost=self.lose,
+        )
         self._leaving: dict[str, tuple[StoredBlock, str]] = {}
         self._read_of: dict[str, str] = {}
+        self._reads_of: dict[str, int] = {}  # blocks that are being read from their tier, and how often
         self._kept: dict[str, int] = {}
         self._gone: list[BlockName] = []
 
@@ -88,7 +98,8 @@ class HeldBlocks:
 
     def is_absent(self, block: str, now_ms: int) -> bool:
         """Return whether nothing of the block is here, not even an older copy on its way out."""
-        return self.lease_table.kind_of_block(block, now_ms) is BlockKind.ABSENT
+        absent = self.lease_table.kind_of_block(block, now_ms) is BlockKind.ABSENT
+        return absent and block not in self.moves
 
     def hold(
         self, block: str, stored: StoredBlock, tier: str, now_ms: int, *, restored: bool = False
@@ -112,15 +123,17 @@ class HeldBlocks:
     def make_room(self, size_bytes: int, now_ms: int) -> str | None:
         """Return a tier with so much room, after evicting what has to go; None where there is none."""
         tier = self.holdings.room_for(size_bytes)
-        if tier is None:
-            return None
+        return tier if tier is not None and self._clear(tier, size_bytes, now_ms) else None
+
+    def _clear(self, tier: str, size_bytes: int, now_ms: int) -> bool:
+        """Evict what goes first in a tier until so much fits; return whether it does."""
         for block in self.holdings.victims(tier, size_bytes):
             if block in self._kept or not self.lease_table.may_evict(block, now_ms):
                 self.holdings.set_evictable(block, False)
                 continue
             self._work.observe("kvsp_holder_evictions", tier=tier)
             self._apply(self.lease_table.handle(leases.EvictBlock(block=block), now_ms), now_ms)
-        return tier if self.holdings.free_bytes(tier) >= size_bytes else None
+        return self.holdings.free_bytes(tier) >= size_bytes
 
     def lose(self, block: str, now_ms: int) -> None:
         """A fault took a block: withdraw it, then drop it."""
@@ -154,9 +167,16 @@ class HeldBlocks:
             if isinstance(effect, leases.Refused):
                 return effect.problem
         self._read_of[read] = block
+        self._reads_of[block] = self._reads_of.get(block, 0) + 1
         if uses:
             self.holdings.set_evictable(block, False)
         return None
+
+    def was_read(self, block: str) -> None:
+        """Take note that a read has got what it wants out of the tier."""
+        self._reads_of[block] -= 1
+        if not self._reads_of[block]:
+            del self._reads_of[block]
 
     def end_read(self, read: str, now_ms: int) -> None:
         """End a read, if it is one."""
@@ -176,7 +196,8 @@ class HeldBlocks:
         if not self._kept[block]:
             del self._kept[block]
             # Whether a lease protects it is looked at when it is to be evicted.
-            self.holdings.set_evictable(block, not self.lease_table.is_read(block))
+            free = not self.lease_table.is_read(block) and block not in self.moves
+            self.holdings.set_evictable(block, free)
 
     # Parts
 
@@ -211,14 +232,23 @@ class HeldBlocks:
         self._gone.append(stored.name)
         self.publisher.withdraw(block, now_ms)
 
-    def _free_if_unused(self, block: str, now_ms: int) -> None:
+    def _moved(self, block: str, now_ms: int, to_another: bool) -> None:
+        """A block has moved to another tier, or not after all: that it was moved is no use of it."""
+        self._free_if_unused(block, now_ms, used=False)
+        if to_another:
+            found = self.holdings.get(block)
+            assert found is not None
+            self.publisher.publish(block, found[0].name.block_key, now_ms)
+
+    def _free_if_unused(self, block: str, now_ms: int, *, used: bool = True) -> None:
         free = (
             block in self.holdings
             and block not in self._kept
+            and block not in self.moves
             and not self.lease_table.is_read(block)
             and self.lease_table.may_evict(block, now_ms)
         )
-        self.holdings.set_evictable(block, free)
+        self.holdings.set_evictable(block, free, used=used)
 
     def _record_of(self, block: str, ttl_ms: int) -> ReplicaRecord | None:
         found = self.holdings.get(block)

@@ -78,6 +78,7 @@ from kvsp_core.roles.role import (
     TimerFired,
 )
 from kvsp_core.roles.serving import Asked, Desk, answer, done, refuse
+from kvsp_core.roles.tier_moves import MoveRead, MoveStore
 from kvsp_core.roles.work import Numbers, Work
 
 __all__ = ["Holder"]
@@ -141,7 +142,7 @@ class _Incoming:
     buffer: int
 
 
-_Purpose: TypeAlias = _Reading | _Storing | _Loading
+_Purpose: TypeAlias = _Reading | _Storing | _Loading | MoveRead | MoveStore
 
 
 class Holder:
@@ -235,6 +236,8 @@ class Holder:
             case _:
                 pass
         self._blocks.settle(now_ms)
+        if not self._loading and not self._stopping:
+            self._blocks.moves.make_free(now_ms)
         return self._work.take()
 
     def _allow(self, client: str, operation: Operation) -> Problem | None:
@@ -309,6 +312,7 @@ class Holder:
     def _read(self, reading: _Reading, outcome: JobDone | JobFailed, now_ms: int) -> None:
         """Answer with what was read. Where it is not what was stored, or the block has gone, it is a miss."""
         ended = self._reading.pop(reading.request_id)
+        self._blocks.was_read(reading.block)
         found = self._blocks.holdings.get(reading.block)
         sound = found is not None and isinstance(outcome, JobDone) and _is_sound(found[0], reading, outcome)
         if not ended and sound:
@@ -323,7 +327,9 @@ class Holder:
             )
         elif not ended:
             self._work.emit(refuse(reading.request_id, _NOT_HELD))
-        self._work.free(reading.buffer)
+        whole = reading.layers is None and sound
+        if not whole or not self._blocks.moves.move_up(reading.block, reading.buffer, now_ms):
+            self._work.free(reading.buffer)
         if found is not None and not sound:
             self._work.observe("kvsp_holder_digest_failures")
             self._blocks.lose(reading.block, now_ms)
@@ -546,6 +552,8 @@ class Holder:
                 self._read(purpose, outcome, now_ms)
             case _Storing():
                 self._written(purpose, outcome, now_ms)
+            case MoveRead() | MoveStore():
+                self._blocks.moves.job_ended(purpose, outcome, now_ms)
             case _Loading(tier):
                 self._loading -= 1
                 catalogue = outcome.catalogue if isinstance(outcome, JobDone) else ()

@@ -61,6 +61,10 @@ class _Held:
     block: StoredBlock
     tier: str
     evictable: bool = False
+    use: int = 0
+    """The number of its last use."""
+    orphan: bool = False
+    """Whether the block before it has gone since."""
 
 
 class Holdings:
@@ -145,18 +149,35 @@ class Holdings:
         """Give room in a tier back."""
         self._tiers[tier].used_bytes -= size_bytes
 
+    def move(self, block: str, tier: str) -> None:
+        """Hold a block in another tier. Room is taken there and given back here by `reserve` and `release`;
+        until it is said that it may be, the block is not evicted."""
+        self.set_evictable(block, False)
+        self._held[block].tier = tier
+
     # What goes first
 
-    def set_evictable(self, block: str, evictable: bool) -> None:
-        """Say whether a block may be evicted; one that newly may goes last."""
+    def first_use(self, tier: str) -> tuple[bool, int]:
+        """Return how soon the first block of a tier would be missed: less is colder, and an orphan least."""
+        return self._tiers[tier].first_use()
+
+    def coldest(self, tier: str) -> str | None:
+        """Return the block of a tier that would be missed least, of those that may be evicted."""
+        found = self._tiers[tier]
+        return next(iter(found.orphans or found.unused), None)
+
+    def set_evictable(self, block: str, evictable: bool, *, used: bool = True) -> None:
+        """Say whether a block may be evicted. One that newly may has just been `used`, and goes last."""
         held = self._held.get(block)
         if held is None or held.evictable == evictable:
             return
         held.evictable = evictable
         tier, size_bytes = self._tiers[held.tier], held.block.header.size_bytes
         if evictable:
-            self._uses += 1
-            tier.unused[block] = self._uses
+            if used or not held.use:
+                self._uses += 1
+                held.use, held.orphan = self._uses, False
+            (tier.orphans if held.orphan else tier.unused)[block] = held.use
             tier.evictable_bytes += size_bytes
         else:
             tier.unused.pop(block, None)
@@ -190,7 +211,7 @@ class Holdings:
         """
         found = self._tiers[tier]
         while found.free_bytes < size_bytes:
-            block = next(iter(found.orphans or found.unused), None)
+            block = self.coldest(tier)
             if block is None:
                 return
             yield block
@@ -214,4 +235,5 @@ class Holdings:
         if held is not None and held.evictable:
             tier = self._tiers[held.tier]
             if block in tier.unused:
+                held.orphan = True
                 tier.orphans[block] = tier.unused.pop(block)

@@ -16,8 +16,8 @@ from kvsp_core.roles.role import BlockName, JobFault
 from tests.unit.roles.holder_kit import ALICE, BOB, COMPAT, SCOPE, Loop, container
 
 SIZE = len(container())
-CAPACITY = {"host": 2, "local-storage": 2}
-KEYS = [hashlib.sha256(bytes([i])).hexdigest() for i in range(7)]
+CAPACITY = {"host": 4, "local-storage": 3}
+KEYS = [hashlib.sha256(bytes([i])).hexdigest() for i in range(10)]
 NAMES = {key: BlockName(COMPAT, SCOPE, key) for key in KEYS}
 
 keys = st.sampled_from(KEYS)
