@@ -54,10 +54,14 @@ __all__ = [
     "MAX_REMEMBERED_SHARD_MAPS",
     "MAX_REPLICAS_PER_KEY",
     "MAX_REPLICA_TTL_MS",
+    "MAX_RESHARD_BODY_BYTES",
     "MAX_RESUME_ATTEMPTS",
     "MAX_SESSIONS",
+    "MAX_SESSION_BODY_BYTES",
     "MAX_SESSION_IDLE_MS",
+    "MAX_SHARD_BLOCK_KEYS",
     "MAX_SHARD_MAPS",
+    "MAX_SHARD_RANGES",
     "MAX_SOURCES_PER_BLOCK",
     "MAX_STATUS_TTL_MS",
     "MAX_TIER_MOVES",
@@ -81,6 +85,20 @@ __all__ = [
     "WARM_UP_MS",
 ]
 
+
+MAX_SESSION_BODY_BYTES: Final = 16 << 20
+"""Octets of a checkpoint or of a request for output, which bring all tokens of a session; more is 413. So a
+session can have over a million tokens of any vocabulary."""
+
+MAX_RESHARD_BODY_BYTES: Final = 8 << 20
+"""Octets of a reshard plan; more is 413."""
+
+MAX_SHARD_RANGES: Final = 4096
+"""Token ranges in one reshard plan, and shards of one map; more is 413 at a member and `LimitExceeded` at a
+controller."""
+
+MAX_SHARD_BLOCK_KEYS: Final = 100_000
+"""Blocks of a context that is split; more is 413 at a member and `LimitExceeded` at a controller."""
 
 MAX_LOOKUP_KEYS: Final = 8192
 """Block keys in one lookup; more is 413, and clients split a longer prefix into several lookups (LK-4)."""

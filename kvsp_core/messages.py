@@ -13,7 +13,8 @@ from typing import ClassVar, TypeAlias
 import attrs
 
 from kvsp_core.bodies import from_members, parse
-from kvsp_core.errors import RemoteProtocolError
+from kvsp_core.errors import LimitExceeded, RemoteProtocolError
+from kvsp_core.limits import MAX_SHARD_BLOCK_KEYS, MAX_SHARD_RANGES
 from kvsp_core.records import ReplicaRecord, SessionCheckpoint
 from kvsp_core.strict_json import kind_of
 from kvsp_core.validation import (
@@ -400,11 +401,13 @@ ReshardMessage: TypeAlias = ReshardPlan | ReshardCommit | ReshardAbort
 def decode_reshard(octets: bytes | bytearray | memoryview) -> ReshardMessage:
     """Return the plan, commit or abort that a body of POST reshard holds: told apart by their members.
 
-    Raises `RemoteProtocolError` where it is none of them or more than one.
+    Raises `RemoteProtocolError` where it is none of them or more than one, and `LimitExceeded`, before a plan
+    is looked at in detail, where it has more ranges or keys than a member takes.
     """
     members = parse(octets)
     if not isinstance(members, dict):
         raise RemoteProtocolError(f"expected an object, found {kind_of(members)}")
+    _check_counts(members)
     match [name for name in ("to", "commit", "abort") if name in members]:
         case ["to"]:
             return from_members(ReshardPlan, members)
@@ -414,3 +417,14 @@ def decode_reshard(octets: bytes | bytearray | memoryview) -> ReshardMessage:
             return from_members(ReshardAbort, members)
         case _:
             raise RemoteProtocolError("expected one of the members 'to', 'commit' and 'abort'")
+
+
+def _check_counts(members: dict[str, object]) -> None:
+    counted = {name: found for name, found in members.items() if isinstance(found, list)}
+    if len(counted.get("block_keys", ())) > MAX_SHARD_BLOCK_KEYS:
+        raise LimitExceeded(f"block_keys: at most {MAX_SHARD_BLOCK_KEYS} in a plan; use larger blocks")
+    if (
+        sum(len(counted.get(name, ())) for name in ("retain", "fetch", "assign", "release"))
+        > MAX_SHARD_RANGES
+    ):
+        raise LimitExceeded(f"at most {MAX_SHARD_RANGES} ranges in a plan; join those that touch")

@@ -33,7 +33,13 @@ from kvsp_core.ext_messages import (
 )
 from kvsp_core.heads import LINES_MEDIA_TYPE, Request, Response, media_type
 from kvsp_core.identity import CompatibilityDescriptor
-from kvsp_core.limits import MAX_CONTAINER_BYTES, MAX_DESCRIPTOR_BYTES, MAX_LOOKUP_ANSWER_BYTES
+from kvsp_core.limits import (
+    MAX_CONTAINER_BYTES,
+    MAX_DESCRIPTOR_BYTES,
+    MAX_LOOKUP_ANSWER_BYTES,
+    MAX_RESHARD_BODY_BYTES,
+    MAX_SESSION_BODY_BYTES,
+)
 from kvsp_core.messages import (
     CheckpointRecorded,
     DirectiveStatus,
@@ -403,12 +409,14 @@ RESOURCES: Final[tuple[Resource, ...]] = (
     Resource(_PC_IS, "PUT", "instances/{instance_id}/status", ReportStatus,
              InstanceStatus, 1 * _MIB, StatusAnswer),
     Resource(_PC, "PUT", "sessions/{session}/checkpoint", RecordCheckpoint,
-             SessionCheckpoint, 64 * _MIB, CheckpointRecorded),
-    Resource(_II, "POST", "prefetch", PrefetchBlocks, PrefetchDirective, 16 * _MIB),
+             SessionCheckpoint, MAX_SESSION_BODY_BYTES, CheckpointRecorded),
+    Resource(_II, "POST", "prefetch", PrefetchBlocks, PrefetchDirective, 8 * _MIB),
     Resource(_II, "GET", "prefetch/{directive}", GetDirective,
              answer=DirectiveStatus, answer_limit_bytes=4 * _MIB),
-    Resource(_II, "POST", "sessions/{session}/resume", ResumeSession, ResumeRequest, 64 * _MIB),
-    Resource(_II, "POST", "reshard", ReshardGroup, ReshardMessage, 16 * _MIB),
+    # A resume brings a checkpoint and its new epoch.
+    Resource(_II, "POST", "sessions/{session}/resume", ResumeSession,
+             ResumeRequest, MAX_SESSION_BODY_BYTES + _KIB),
+    Resource(_II, "POST", "reshard", ReshardGroup, ReshardMessage, MAX_RESHARD_BODY_BYTES),
     Resource(_II, "PUT", "state", ChangeState, StateChange, 16 * _KIB, StatusAnswer),
 
     Resource(_IS_HOLDER, "PUT", _DESCRIPTOR, PutDescriptor, CompatibilityDescriptor, MAX_DESCRIPTOR_BYTES),
@@ -418,7 +426,8 @@ RESOURCES: Final[tuple[Resource, ...]] = (
              PlacementRequest, 16 * _MIB, PlacementAnswer, 16 * _MIB),
     Resource(_PC, "GET", "ext/sessions/{session}", GetSession, answer=SessionInfo),
     Resource(_PC, "DELETE", "ext/sessions/{session}", DeleteSession),
-    Resource(_II, "POST", "ext/sessions/{session}/output", StreamOutput, OutputRequest, 64 * _MIB,
+    Resource(_II, "POST", "ext/sessions/{session}/output", StreamOutput,
+             OutputRequest, MAX_SESSION_BODY_BYTES,
              answer_type=LINES_MEDIA_TYPE),
     Resource(_II, "POST", "ext/shards/{map}/attend", Attend,
              AttendRequest, 64 * _MIB, AttendAnswer, 64 * _MIB),

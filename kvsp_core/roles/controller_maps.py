@@ -15,7 +15,14 @@ import attrs
 
 from kvsp_core.answers import read_outcome
 from kvsp_core.errors import LimitExceeded, LocalProtocolError
-from kvsp_core.limits import CALL_TIMEOUT_MS, MAX_SHARD_MAPS, RESHARD_DEADLINE_MS, RESHARD_RETRY_MS
+from kvsp_core.limits import (
+    CALL_TIMEOUT_MS,
+    MAX_SHARD_BLOCK_KEYS,
+    MAX_SHARD_MAPS,
+    MAX_SHARD_RANGES,
+    RESHARD_DEADLINE_MS,
+    RESHARD_RETRY_MS,
+)
 from kvsp_core.machines import reshard as m
 from kvsp_core.machines.alarms import Alarms
 from kvsp_core.machines.fleet import Fleet
@@ -110,8 +117,12 @@ class ShardMaps:
         """Go over to these shards; none end the map. A map's identifier is not used again after its end.
 
         Raises `LocalProtocolError` while a change is under way, or for an instance that may not take work,
-        and `LimitExceeded` where there are too many maps.
+        and `LimitExceeded` where there are too many maps, shards or blocks.
         """
+        if len(shards) > MAX_SHARD_RANGES:
+            raise LimitExceeded(f"a map has at most {MAX_SHARD_RANGES} shards; join those that touch")
+        if len(context.block_keys) > MAX_SHARD_BLOCK_KEYS:
+            raise LimitExceeded(f"a map has at most {MAX_SHARD_BLOCK_KEYS} blocks; use larger blocks")
         group = self._groups.get(map_id)
         held = {shard.instance for shard in group.state.map.shards} if group else set[str]()
         for instance in {shard.instance for shard in shards} - held:

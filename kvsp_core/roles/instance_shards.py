@@ -207,7 +207,7 @@ class Shards:
         if shard is None or isinstance(shard.state, member.Outside):
             self._work.emit(refuse(request_id, Problem(NOT_FOUND, "no range of this map is held here")))
             return
-        problem = member.refuse_step(shard.state, body.version)
+        problem = member.refuse_step(shard.state, body.version) or self._unfit(shard, body)
         if problem is None and not shard.wanted <= shard.in_engine:
             problem = Problem(UNAVAILABLE, "the range is still being loaded; try again")
         if problem is not None:
@@ -215,6 +215,18 @@ class Shards:
             return
         job = self._work.job(_AttendFor(request_id))
         self._work.emit(engine.Attend(job, map_id, body.layer, shard.state.ranges, body.queries))
+
+    def _unfit(self, shard: _Shard, body: AttendRequest) -> Problem | None:
+        """Return what of a question does not fit the model, as far as its descriptor tells."""
+        model = self._models[shard.compat_id]
+        if body.layer >= model.layers:
+            return Problem(BAD_REQUEST, f"layer: expected one below {model.layers}")
+        unit = 4 * model.kv_heads * model.head_dim
+        if len(body.queries) % unit:
+            return Problem(
+                BAD_REQUEST, f"queries: expected fp32 for whole heads, a multiple of {unit} octets"
+            )
+        return None
 
     # The member machine
 

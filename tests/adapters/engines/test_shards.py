@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from kvsp_core.errors import KVSPError
 from kvsp_core.ext_messages import AttendAnswer
 from kvsp_core.records import Sampler
 from kvsp_core.roles.engine import Attend, DropShard, ExportBlock, LoadShard, StartSequence
-from kvsp_engines.engine import NumpyEngine
+from kvsp_engines.engine import EngineThread, NumpyEngine
 from kvsp_engines.llama import Array, Llama, Partial, RemoteQuery, merge_partials
 from kvsp_engines.prepare import prepare_tiny
 
@@ -97,3 +98,39 @@ def test_a_block_of_another_size_is_refused(holders: list[NumpyEngine]) -> None:
     layers = [(b"123", b"123")] * holders[0]._model.config.layers
     with pytest.raises(KVSPError, match="does not hold"):
         holders[0].execute(LoadShard(1, MAP, (160, 176), 1), layers)
+
+
+def test_a_question_that_does_not_fit_is_refused_and_the_engine_goes_on(holders: list[NumpyEngine]) -> None:
+    """Over the thread that runs it, too: what a peer asks for never takes the engine along."""
+    engine = holders[0]
+    config = engine._model.config
+    sound = np.ones((1, config.heads, config.head_dim), np.float32)
+    strange = [np.full_like(sound, value) for value in (np.nan, np.inf, -np.inf, 3e38)]
+    questions = [
+        Attend(1, MAP, config.layers, ((0, 80),), sound.tobytes()),
+        Attend(2, MAP, 2**32 - 1, ((0, 80),), sound.tobytes()),
+        Attend(3, MAP, 0, ((0, 80),), b"1234"),
+        Attend(4, MAP, 0, ((0, 80),), sound.tobytes() + b"1234"),
+        Attend(5, MAP, 0, ((0, 4000),), sound.tobytes()),
+        Attend(6, "bb" * 16, 0, ((0, 80),), sound.tobytes()),
+    ]
+    answers = [
+        Attend(7 + number, MAP, 0, ((0, 80),), each.tobytes())
+        for number, each in enumerate((*strange, sound))
+    ]
+    results: SimpleQueue[tuple[object, object]] = SimpleQueue()
+    broken: list[Exception] = []
+    thread = EngineThread(
+        engine,
+        deliver_events=lambda events: None,
+        deliver_job=lambda command, result: results.put((command, result)),
+        broken=broken.append,
+    )
+    thread.start()
+    for command in (*questions, *answers):
+        thread.submit(command)
+    thread.stop()
+    assert broken == []
+    outcomes = [results.get_nowait()[1] for _ in (*questions, *answers)]
+    assert all(isinstance(each, KVSPError) for each in outcomes[: len(questions)])
+    assert all(isinstance(each, bytes) for each in outcomes[len(questions) :])

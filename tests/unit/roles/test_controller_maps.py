@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 
 from kvsp_core.answers import problem_response
 from kvsp_core.errors import LimitExceeded, LocalProtocolError
+from kvsp_core.limits import MAX_SHARD_BLOCK_KEYS, MAX_SHARD_RANGES
 from kvsp_core.messages import ReshardAbort, ReshardCommit, ReshardMessage, ReshardPlan, decode_reshard
 from kvsp_core.problems import PLAN_CONFLICT, Problem
 from kvsp_core.records import Shard
@@ -142,6 +144,11 @@ def test_an_instance_without_a_part_in_the_scope_gets_no_ranges(split: Group) ->
 
 
 def test_there_are_only_so_many_maps(group: Group) -> None:
+    with pytest.raises(LimitExceeded, match="shards"):
+        group.split(*[A] * (MAX_SHARD_RANGES + 1))
+    many = attrs.evolve(CONTEXT, block_keys=KEYS[:1] * (MAX_SHARD_BLOCK_KEYS + 1))
+    with pytest.raises(LimitExceeded, match="blocks"):
+        group.controller.reshard("m1", shards(A), many, group.now_ms)
     group.controller._maps._max_maps = 0
     with pytest.raises(LimitExceeded):
         group.split(A)

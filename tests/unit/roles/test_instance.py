@@ -612,7 +612,7 @@ def test_a_shard_is_fetched_before_the_plan_is_acknowledged_and_computes_after_t
     assert world.status_of(request) is None
     world.load(*KEYS)
     assert world.status_of(request) == 200
-    early, _ = world.ask(PC, Attend("m"), AttendRequest(version=5, layer=0, queries=b"\0" * 4))
+    early, _ = world.ask(PC, Attend("m"), AttendRequest(version=5, layer=0, queries=b"\0" * 32))
     assert world.status_of(early) in (403, 404, 409)
     commit, _ = world.ask(PC, ReshardGroup(), ReshardCommit(map="m", commit=5))
     assert world.status_of(commit) == 200

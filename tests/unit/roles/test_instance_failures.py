@@ -324,13 +324,13 @@ def test_a_shard_attends_once_it_is_in_the_engine() -> None:
     world.ask(PC, ReshardGroup(), plan(4, 5, fetch=(FetchRange(tokens=(0, 8), from_=HOLDER),)))
     world.load(*KEYS)
     world.ask(PC, ReshardGroup(), ReshardCommit(map="m", commit=5))
-    body = AttendRequest(version=5, layer=0, queries=b"\0" * 4)
+    body = AttendRequest(version=5, layer=0, queries=b"\0" * 32)
     early, _ = world.ask(ME, Attend("m"), body)
     assert world.status_of(early) == 503
     world.run_jobs()
     for each in world.of(engine.LoadShard):
         world.do(JobDone(each.job_id))
-    stale, _ = world.ask(ME, Attend("m"), AttendRequest(version=4, layer=0, queries=b"\0" * 4))
+    stale, _ = world.ask(ME, Attend("m"), AttendRequest(version=4, layer=0, queries=b"\0" * 32))
     assert world.status_of(stale) == 409
     asked, _ = world.ask(ME, Attend("m"), body)
     (command,) = world.of(engine.Attend)
@@ -357,7 +357,7 @@ def test_a_shard_that_the_engine_does_not_take_or_the_tier_does_not_give_is_not_
     world.do(JobDone(second.job_id, header=HEADER, layer_digests=digests_of(KEYS[1])))
     (load,) = world.of(engine.LoadShard)
     world.do(JobFailed(load.job_id, JobFault.BROKEN))
-    asked, _ = world.ask(ME, Attend("m"), AttendRequest(version=5, layer=0, queries=b"\0" * 4))
+    asked, _ = world.ask(ME, Attend("m"), AttendRequest(version=5, layer=0, queries=b"\0" * 32))
     assert world.status_of(asked) == 503
     assert world.beside.held() == {KEYS[1]}
 

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from kvsp_core.ext_messages import AttendRequest
+from kvsp_core.limits import MAX_SHARD_BLOCK_KEYS, MAX_SHARD_RANGES
 from kvsp_core.messages import FetchRange, ReshardAbort, ReshardCommit
-from kvsp_core.resources import Attend, GetBlock, Lookup, ReleaseLease, ReshardGroup
+from kvsp_core.resources import Attend, GetBlock, Lookup, ReleaseLease, ReshardGroup, request_for
 from kvsp_core.roles import engine
 from kvsp_core.roles.instance_shards import Shards
-from kvsp_core.roles.role import BlockName, CancelCall, FreeBuffer, JobDone, JobFailed, JobFault, ReadBlock
+from kvsp_core.roles.role import (
+    BlockName,
+    BodyArrived,
+    CancelCall,
+    FreeBuffer,
+    JobDone,
+    JobFailed,
+    JobFault,
+    ReadBlock,
+    RequestReceived,
+)
 from tests.unit.roles.instance_world import HEADER, HOLDER, ME, MODEL, PC, SCOPE, B, World, digests_of, key_of
 from tests.unit.roles.test_instance import KEYS, plan
 
@@ -105,7 +118,7 @@ def test_blocks_go_into_the_engine_a_few_at_a_time() -> None:
         (B * number, B * number + B) for number in range(len(LONG_KEYS))
     ]
     assert len([each for each in world.seen if isinstance(each, FreeBuffer)]) == len(LONG_KEYS)
-    asked, _ = world.ask(ME, Attend("m"), AttendRequest(version=1, layer=0, queries=b"\0" * 4))
+    asked, _ = world.ask(ME, Attend("m"), AttendRequest(version=1, layer=0, queries=b"\0" * 32))
     assert world.status_of(asked) is None
 
 
@@ -121,7 +134,7 @@ def test_a_block_that_is_lost_on_the_way_is_looked_for_again() -> None:
     world.load(KEYS[0])
     read(world, world.of(ReadBlock)[-1])
     world.do(JobDone(world.of(engine.LoadShard)[-1].job_id))
-    asked, _ = world.ask(ME, Attend("m"), AttendRequest(version=1, layer=0, queries=b"\0" * 4))
+    asked, _ = world.ask(ME, Attend("m"), AttendRequest(version=1, layer=0, queries=b"\0" * 32))
     assert world.status_of(asked) is None
     assert shards(world).next_deadline_ms() is None
 
@@ -159,3 +172,46 @@ def test_a_map_that_is_let_go_of_while_it_loads_leaves_nothing_behind() -> None:
     assert not shards(world)._moving
     assert shards(world)._shards["m"].keys == ()
     assert BlockName(MODEL.compat_id, SCOPE.scope_id, LONG_KEYS[0]) in world.beside.tiers
+
+
+# What does not fit
+
+
+@pytest.mark.parametrize(
+    ("layer", "octets", "member"),
+    [(2, 32, "layer"), (2**32 - 1, 32, "layer"), (0, 4, "queries"), (0, 36, "queries")],
+)
+def test_a_question_that_does_not_fit_the_model_never_reaches_the_engine(
+    layer: int, octets: int, member: str
+) -> None:
+    world = World()
+    owner(world, KEYS)
+    for job in world.of(ReadBlock):
+        read(world, job)
+        world.do(JobDone(world.of(engine.LoadShard)[-1].job_id))
+    body = AttendRequest(version=1, layer=layer, queries=b"\0" * octets)
+    asked, _ = world.ask(ME, Attend("m"), body)
+    assert world.status_of(asked) == 400
+    assert member.encode() in world.answered(asked).body  # type: ignore[operator]
+    assert world.of(engine.Attend) == []
+
+
+@pytest.mark.requirement("SE-3")
+@pytest.mark.parametrize(
+    "members",
+    [
+        {"retain": [[2 * n, 2 * n + 1] for n in range(MAX_SHARD_RANGES + 1)]},
+        {"release": [[n, n + 1] for n in range(MAX_SHARD_RANGES)], "assign": [[9999, 10000]]},
+        {"block_keys": ["ab" * 32] * (MAX_SHARD_BLOCK_KEYS + 1)},
+    ],
+    ids=["one array", "all together", "block keys"],
+)
+def test_a_plan_with_too_much_in_it_is_413(members: dict[str, object]) -> None:
+    world = World()
+    sent = {"map": "m", "from": 1, "to": 2, "deadline_ms": 5, "retain": [], "fetch": [], "release": []}
+    world.requests += 1
+    head, _ = request_for(ReshardGroup(), ReshardAbort(map="m", abort=1))
+    world.do(RequestReceived(world.requests, PC, head))
+    world.do(BodyArrived(world.requests, json.dumps(sent | members).encode()))
+    assert world.status_of(world.requests) == 413
+    assert not shards(world)._shards
