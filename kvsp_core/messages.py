@@ -423,8 +423,6 @@ def _check_counts(members: dict[str, object]) -> None:
     counted = {name: found for name, found in members.items() if isinstance(found, list)}
     if len(counted.get("block_keys", ())) > MAX_SHARD_BLOCK_KEYS:
         raise LimitExceeded(f"block_keys: at most {MAX_SHARD_BLOCK_KEYS} in a plan; use larger blocks")
-    if (
-        sum(len(counted.get(name, ())) for name in ("retain", "fetch", "assign", "release"))
-        > MAX_SHARD_RANGES
-    ):
+    ranges = (counted.get(name, ()) for name in ("retain", "fetch", "assign", "release"))
+    if sum(map(len, ranges)) > MAX_SHARD_RANGES:
         raise LimitExceeded(f"at most {MAX_SHARD_RANGES} ranges in a plan; join those that touch")
