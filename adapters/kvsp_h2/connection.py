@@ -9,6 +9,7 @@ GOAWAY, since ``h2`` allows nothing after it.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from typing import ClassVar, Final, cast
 
 from h2 import events as h2_events
@@ -21,6 +22,7 @@ from kvsp_core.errors import LocalProtocolError
 from kvsp_h2.events import (
     BodyEnded,
     ConnectionEnded,
+    DataPlaced,
     DataReceived,
     Event,
     ExchangeEnded,
@@ -54,6 +56,8 @@ _OUTPUT_BYTES: Final = 256 << 10
 """About what `data_to_send` returns at a time."""
 _TURN_BYTES: Final = 128 << 10
 """What one exchange may send before it is the next one's turn."""
+_WORTH_PLACING_BYTES: Final = 32 << 10
+"""Data of a frame from which on it is put where it belongs instead of being passed on."""
 _REMEMBERED: Final = 256
 """Streams that are over whose late frames are told from frames that break the protocol."""
 DRAIN_PING: Final = b"drain..."
@@ -99,6 +103,9 @@ class Connection:
         self._incoming: Exchange | None = None
         self._incoming_id = 0
         self._frame_ends = False
+        self.step_by_step = False
+        """Whether it pays to be given octets in small pieces, asking for `place` in between: the last frame
+        of data was a large one that could be put where it belongs."""
         self._settled = False
         self._resets = Budget(limits.resets_burst, limits.resets_per_s, now_ms)
         self._chatter = Budget(limits.control_burst, limits.control_per_s, now_ms)
@@ -132,6 +139,26 @@ class Connection:
         elif self._head_due_ms is None:
             self._head_due_ms = now_ms + self._limits.head_ms
         self._collect()
+
+    def place(self) -> memoryview | None:
+        """Return memory to put the next octets from the peer into, for `receive_placed` then; None where
+        they are to be given to `receive_data`.
+
+        There is none before every event has been told.
+        """
+        exchange, left = self._incoming, self._reader.data_left
+        if left < _WORTH_PLACING_BYTES or exchange is None or exchange.free is None or exchange.gone:
+            return None
+        if self._events:
+            return None
+        memory = exchange.free()
+        return memory[:left] if memory.nbytes >= _WORTH_PLACING_BYTES else None
+
+    def receive_placed(self, size_bytes: int, now_ms: int) -> None:
+        """Take note of so many octets that were put into the memory from `place`."""
+        self._now_ms = self._received_ms = now_ms
+        self._ping_sent_ms = None
+        self._reader.receive_placed(size_bytes)
 
     def receive_eof(self, now_ms: int) -> None:
         """Take the end of what the peer sends: the connection is over."""
@@ -250,6 +277,15 @@ class Connection:
         exchange.pressed = exchange.out_bytes >= self._limits.send_queue_bytes
         return not exchange.pressed
 
+    def receive_into(self, stream_id: int, free: Callable[[], memoryview]) -> None:
+        """Have octets of a body put straight where `free` says that the next ones belong, as `DataPlaced`.
+
+        `free` is asked again and again, and may have nothing to offer. Octets may come as `DataReceived` all
+        the same, where the peer's frames are small.
+        """
+        if (exchange := self._exchanges.get(stream_id)) is not None:
+            exchange.free = free
+
     def acknowledge(self, stream_id: int, count: int) -> None:
         """Say that octets of a body have been dealt with, so that the peer may send as many more."""
         exchange = self._exchanges.get(stream_id)
@@ -295,6 +331,7 @@ class Connection:
             return
         if overhead:
             self._give_credit(exchange, overhead)
+        self.step_by_step = exchange.free is not None and length >= _WORTH_PLACING_BYTES
         if length:
             exchange.moved = True
         elif not ends:
@@ -308,6 +345,13 @@ class Connection:
             return
         exchange.unacknowledged += octets.nbytes
         self._events.append(DataReceived(exchange.stream_id, octets))
+
+    def data_is_placed(self, size_bytes: int) -> None:
+        """Pass on that octets of a body are where they belong."""
+        exchange = self._incoming
+        assert exchange is not None, "nobody else gives memory for them"
+        exchange.unacknowledged += size_bytes
+        self._events.append(DataPlaced(exchange.stream_id, size_bytes))
 
     def data_ends(self) -> None:
         """End the body where the frame says so."""

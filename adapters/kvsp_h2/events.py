@@ -12,6 +12,7 @@ __all__ = [
     "BodyEnded",
     "ConnectionEnded",
     "ContinueReceived",
+    "DataPlaced",
     "DataReceived",
     "Established",
     "Event",
@@ -62,13 +63,21 @@ class ResponseReceived:
 
 @attrs.frozen
 class DataReceived:
-    """Octets of a body. `data` is valid until octets are next given to the connection: use or copy it before.
+    """Octets of a body. `data` is valid until the next event is asked for: use or copy it before.
 
     They count against the peer's window until `acknowledge` says that they have been dealt with.
     """
 
     stream_id: int
     data: memoryview = attrs.field(repr=False)
+
+
+@attrs.frozen
+class DataPlaced:
+    """Octets of a body that were put where `receive_into` said. They too wait for `acknowledge`."""
+
+    stream_id: int
+    size_bytes: int
 
 
 @attrs.frozen
@@ -122,6 +131,7 @@ Event: TypeAlias = (
     | ContinueReceived
     | ResponseReceived
     | DataReceived
+    | DataPlaced
     | BodyEnded
     | OutputReady
     | ExchangeEnded

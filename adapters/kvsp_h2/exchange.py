@@ -4,6 +4,7 @@ linger."""
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from typing import Final
 
 from h2.stream import H2Stream
@@ -43,6 +44,7 @@ class Exchange:
         "body_ended",
         "credit",
         "expected",
+        "free",
         "gone",
         "head_received",
         "head_sent",
@@ -81,6 +83,8 @@ class Exchange:
         self.credit = 0
         self.head_received = self.body_ended = self.wants_continue = False
         self.expected: int | None = None
+        self.free: Callable[[], memoryview] | None = None
+        """Says where octets belong, where the application has said so."""
         self.received = 0
         # What goes out.
         self.head_sent = self.out_end = self.out_ended = False

@@ -106,6 +106,9 @@ class FrameReceiver(Protocol):
     def data_arrives(self, octets: memoryview) -> None:
         """Octets of the data of the frame that has begun."""
 
+    def data_is_placed(self, size_bytes: int) -> None:
+        """The same, where they are already where they belong."""
+
     def data_ends(self) -> None:
         """The DATA frame is complete."""
 
@@ -144,6 +147,17 @@ class FrameReader:
     def mid_frame(self) -> bool:
         """Whether a frame other than DATA, or a header block, has begun and is not complete."""
         return bool(self._partial or self._block_stream or not self._started)
+
+    @property
+    def data_left(self) -> int:
+        """Octets of data that are still to come in the DATA frame under way; 0 where there is none."""
+        return self._data_left
+
+    def receive_placed(self, size_bytes: int) -> None:
+        """Take note of octets of the DATA frame under way that were put where they belong."""
+        self._data_left -= size_bytes
+        self._receiver.data_is_placed(size_bytes)
+        self._end_payload()
 
     def receive(self, view: memoryview) -> None:
         """Take octets and tell the receiver what they make. Raises `Fault`."""
@@ -293,10 +307,13 @@ class FrameReader:
         else:
             take = min(self._skip_left, there)
             self._skip_left -= take
+        self._end_payload()
+        return at + take
+
+    def _end_payload(self) -> None:
         if self._in_data and not (self._data_left or self._skip_left):
             self._in_data = False
             self._receiver.data_ends()
-        return at + take
 
 
 def _without_extras(payload: memoryview, flags: int) -> memoryview:

@@ -90,6 +90,14 @@ class Call:
             self._link.http.acknowledge(self._stream_id, count)
             self._link.flush()
 
+    def receive_into(self, free: Callable[[], memoryview]) -> None:
+        """Have octets of the answer's body put straight where `free` says; see `Connection.receive_into`.
+
+        For use once the head of the answer has come.
+        """
+        if self._link is not None:
+            self._link.http.receive_into(self._stream_id, free)
+
     def cancel(self) -> None:
         """Give the call up; nothing more of it is told."""
         self._on_event = _ignore

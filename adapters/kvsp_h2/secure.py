@@ -16,8 +16,8 @@ __all__ = ["SCRATCH_BYTES", "SecureConnection", "secure_client", "secure_server"
 
 HTTP = TypeVar("HTTP", bound=Connection)
 
-SCRATCH_BYTES: Final = 320 << 10
-"""Memory for octets just decrypted: enough for 256 KiB of ciphertext and what was left before."""
+SCRATCH_BYTES: Final = 128 << 10
+"""Memory for octets just decrypted: what fits into a processor's cache beside the ciphertext."""
 
 _WANTS_HTTP2: Final = http1_refusal("505 HTTP Version Not Supported", "This service speaks HTTP/2.")
 _WANTS_TLS: Final = http1_refusal("400 Bad Request", "This service wants TLS 1.3.")
@@ -27,8 +27,9 @@ class SecureConnection(Generic[HTTP]):
     """HTTP/2 over TLS: ciphertext and time in, events and ciphertext out.
 
     The first event is `Established`, or `ConnectionEnded` where the handshake fails; from then on `http` is
-    what takes requests or answers. `scratch` is memory for decrypted octets; connections whose events are
-    dealt with before octets are next given to any of them may share it.
+    what takes requests or answers. Octets are decrypted as events are asked for, so `next_event` is to be
+    called until there is none. `scratch` is memory for decrypted octets; connections may share it whose
+    events are each dealt with before anything else is asked of any of them.
     """
 
     def __init__(
@@ -51,6 +52,8 @@ class SecureConnection(Generic[HTTP]):
         self._clear_text: bytes | None = None
         """What a peer that does not speak TLS is told, instead of anything else."""
         self._ended = self._dropped = self._closed_tls = False
+        self._undecrypted = False
+        self._now_ms = now_ms
         self._heard = False
         """Whether the peer has sent anything under TLS: until then it may still refuse our certificate."""
         self.http: HTTP | None = None
@@ -83,11 +86,9 @@ class SecureConnection(Generic[HTTP]):
                 if self._tls.peer is None:
                     return
                 self._establish(now_ms)
-            self._decrypt(now_ms)
+            self._undecrypted, self._now_ms = True, now_ms
         except TLSFailure as failure:
             self._fail(str(failure), now_ms)
-            if self._is_server and "without TLS" in str(failure):
-                self._clear_text = _WANTS_TLS
 
     def receive_eof(self, now_ms: int) -> None:
         """Take the end of what the peer sends."""
@@ -100,7 +101,11 @@ class SecureConnection(Generic[HTTP]):
         """Return what happened next, or None where nothing is left to tell."""
         if self._events:
             return self._events.popleft()
-        return None if self.http is None else self.http.next_event()
+        if self.http is None:
+            return None
+        while (event := self.http.next_event()) is None and self._undecrypted:
+            self._decrypt(self.http)
+        return event
 
     def data_to_send(self) -> bytes:
         """Return the ciphertext to send next, some 256 KiB at most; empty where there is none."""
@@ -147,25 +152,42 @@ class SecureConnection(Generic[HTTP]):
         self.http = self._begin(now_ms)
         self._events.append(Established(peer.principal))
 
-    def _decrypt(self, now_ms: int) -> None:
-        """Give HTTP/2 what there is to decrypt. Octets stay where they are until the next call."""
-        http = self.http
-        assert http is not None
-        memory = self._scratch
-        while True:
-            count = self._tls.read_into(memory)
-            if count:
-                self._heard = True
-                http.receive_data(memory[:count], now_ms)
-            if count < memory.nbytes:
-                break
-            memory = memoryview(bytearray(SCRATCH_BYTES))
-        if self._tls.eof:
-            http.receive_eof(now_ms)
+    def _decrypt(self, http: HTTP) -> None:
+        """Decrypt some of what has come for HTTP/2, whose events are told before the next."""
+        tls = self._tls
+        try:
+            if (place := http.place()) is not None:
+                count = tls.read_into(place)
+                dry = count < place.nbytes
+                if count:
+                    http.receive_placed(count, self._now_ms)
+            else:
+                scratch = self._scratch
+                if http.step_by_step:
+                    count = tls.read_record_into(scratch)
+                    dry = not count
+                else:
+                    count = tls.read_into(scratch)
+                    dry = count < scratch.nbytes
+                if count:
+                    self._heard = True
+                    http.receive_data(scratch[:count], self._now_ms)
+        except TLSFailure as failure:
+            self._undecrypted = False
+            self._fail(str(failure), self._now_ms)
+            return
+        if http.ended:
+            self._undecrypted = False
+        elif dry:
+            self._undecrypted = False
+            if tls.eof:
+                http.receive_eof(self._now_ms)
 
     def _fail(self, reason: str, now_ms: int) -> None:
         """End the connection for what the peer did to TLS; nothing can be encrypted for it any more."""
         self._closed_tls = True
+        if self._is_server and "without TLS" in reason:
+            self._clear_text = _WANTS_TLS
         if self.http is None:
             self._end(f"the peer was refused: {reason}", now_ms)
         elif self._heard:

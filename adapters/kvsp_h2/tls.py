@@ -173,20 +173,27 @@ class TLSConnection:
     def read_into(self, memory: memoryview) -> int:
         """Decrypt what has come into memory, as much as there is room for; return the number of octets."""
         filled, size = 0, memory.nbytes
+        while filled < size:
+            count = self.read_record_into(memory[filled:] if filled else memory)
+            if not count:
+                break
+            filled += count
+        return filled
+
+    def read_record_into(self, memory: memoryview) -> int:
+        """Decrypt what one record holds, as much as there is room for; return the number of octets."""
         read: Callable[[int, memoryview], int] = cast(Any, self._object.read)
         try:
-            while filled < size and not self.eof:
-                count = read(size - filled, memory[filled:])
-                if not count:
-                    self.eof = True
-                filled += count
+            count = 0 if self.eof else read(memory.nbytes, memory)
         except ssl.SSLWantReadError:
-            pass
+            return 0
         except ssl.SSLZeroReturnError:
-            self.eof = True
+            count = 0
         except ssl.SSLError as error:
             raise TLSFailure(_reason(error)) from None
-        return filled
+        if not count:
+            self.eof = True
+        return count
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Encrypt octets."""

@@ -46,6 +46,9 @@ class _Collected:
     def response_received(self, response: Response) -> None:
         self.response = response
 
+    def data_placed(self, size_bytes: int) -> None:
+        """Nothing is: it is not asked for."""
+
     def data_received(self, data: memoryview) -> None:
         self.body += data
 

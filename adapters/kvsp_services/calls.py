@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
+from kvsp_core.container import LayerArrived as Layer
 from kvsp_core.errors import RemoteProtocolError
 from kvsp_core.heads import Response
 from kvsp_core.roles.role import (
@@ -28,6 +29,7 @@ __all__ = ["MAX_DOCUMENT_BYTES", "CallOwner", "OutgoingCall"]
 
 MAX_DOCUMENT_BYTES = 64 << 20
 """What an answer may have where the call does not say; a lookup of 8,192 keys brings some 22 MB."""
+_NOWHERE: Final = memoryview(b"")
 
 
 class CallOwner(Protocol):
@@ -95,6 +97,8 @@ class OutgoingCall:
         try:
             if response.is_success and call.form is AnswerForm.BLOCK and self._target is not None:
                 self._receiver = ContainerReceiver(self._target, limit, response.content_length)
+                if self._exchange is not None:
+                    self._exchange.receive_into(self._free)
             elif response.is_success and call.form is AnswerForm.LINES:
                 self._receiver = LineReceiver()
                 self._heard()
@@ -106,25 +110,49 @@ class OutgoingCall:
 
     def data_received(self, data: memoryview) -> None:
         """Take octets of the answer in."""
-        receiver, number = self._receiver, self._call.call_id
         try:
-            if self._over or receiver is None:
-                pass
-            elif isinstance(receiver, ContainerReceiver):
-                assert self._call.buffer is not None
-                for layer in receiver.feed(data):
-                    self._owner.handle(LayerArrived(self._call.buffer, layer.layer, layer.digest))
-            elif isinstance(receiver, LineReceiver):
-                for line in receiver.feed(data):
-                    self._heard()
-                    if not self._over:  # a line may lead the role to give the call up
-                        self._owner.handle(LineReceived(number, line))
-            else:
-                receiver.feed(data)
+            self._take(data)
         except Refusal as refusal:
             self._give_up(refusal)
+        self._acknowledge(len(data))
+
+    def data_placed(self, size_bytes: int) -> None:
+        """Take note of octets of the answer that were put where they belong."""
+        try:
+            if not self._over and isinstance(self._receiver, ContainerReceiver):
+                self._tell_layers(self._receiver.placed(size_bytes))
+        except Refusal as refusal:
+            self._give_up(refusal)
+        self._acknowledge(size_bytes)
+
+    def _take(self, data: memoryview) -> None:
+        receiver = self._receiver
+        if self._over or receiver is None:
+            return
+        if isinstance(receiver, ContainerReceiver):
+            self._tell_layers(receiver.feed(data))
+        elif isinstance(receiver, LineReceiver):
+            for line in receiver.feed(data):
+                self._heard()
+                if not self._over:  # a line may lead the role to give the call up
+                    self._owner.handle(LineReceived(self._call.call_id, line))
+        else:
+            receiver.feed(data)
+
+    def _tell_layers(self, layers: Sequence[Layer]) -> None:
+        assert self._call.buffer is not None
+        for layer in layers:
+            self._owner.handle(LayerArrived(self._call.buffer, layer.layer, layer.digest))
+
+    def _acknowledge(self, count: int) -> None:
         if self._exchange is not None and not self._over:
-            self._exchange.acknowledge(len(data))
+            self._exchange.acknowledge(count)
+
+    def _free(self) -> memoryview:
+        """Return where the next octets belong; nowhere any more once the buffer may have another owner."""
+        if self._over or not isinstance(self._receiver, ContainerReceiver):
+            return _NOWHERE
+        return self._receiver.free
 
     def body_ended(self) -> None:
         """Take note that the answer is whole, and hand it over."""

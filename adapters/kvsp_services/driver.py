@@ -240,6 +240,11 @@ class Driver:
         if request := self._request_of(exchange):
             request.data_received(data)
 
+    def data_placed(self, exchange: Incoming, size_bytes: int) -> None:
+        """Take note of octets of a request's body that were put where they belong."""
+        if request := self._request_of(exchange):
+            request.data_placed(size_bytes)
+
     def body_ended(self, exchange: Incoming) -> None:
         """Take note that a request's body is whole."""
         if request := self._request_of(exchange):

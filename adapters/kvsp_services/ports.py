@@ -65,6 +65,12 @@ class Incoming(Protocol):
         """Say that octets of the request's body have been dealt with, so that more may come."""
         ...
 
+    def receive_into(self, free: Callable[[], memoryview]) -> None:
+        """Have octets of the body put straight where `free` says that the next ones belong; the driver's
+        `data_placed` then tells of them. They may come by `data_received` all the same.
+        """
+        ...
+
     def cancel(self) -> None:
         """Give the exchange up."""
         ...
@@ -75,6 +81,12 @@ class Outgoing(Protocol):
 
     def acknowledge(self, count: int) -> None:
         """Say that octets of the answer have been dealt with."""
+        ...
+
+    def receive_into(self, free: Callable[[], memoryview]) -> None:
+        """Have octets of the answer put straight where `free` says that the next ones belong; the listener's
+        `data_placed` then tells of them. They may come by `data_received` all the same.
+        """
         ...
 
     def cancel(self) -> None:
@@ -91,6 +103,10 @@ class OutgoingListener(Protocol):
 
     def data_received(self, data: memoryview) -> None:
         """Take octets of the body, which are valid until this returns, and acknowledge them."""
+        ...
+
+    def data_placed(self, size_bytes: int) -> None:
+        """Take note of octets of the body that were put where they belong, and acknowledge them."""
         ...
 
     def body_ended(self) -> None:

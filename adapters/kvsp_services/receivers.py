@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
-from kvsp_core.container import BlockArrived, BlockRefused, HeaderArrived, IncomingBlock, LayerArrived
+from kvsp_core.container import (
+    BlockArrived,
+    BlockEvent,
+    BlockRefused,
+    HeaderArrived,
+    IncomingBlock,
+    LayerArrived,
+)
 from kvsp_core.container_header import ContainerError, ContainerHeader
 from kvsp_core.problems import BAD_REQUEST, TOO_LARGE, Problem
 from kvsp_services.buffers import BlockBuffer
@@ -12,6 +20,7 @@ from kvsp_services.buffers import BlockBuffer
 __all__ = ["MAX_LINE_BYTES", "ContainerReceiver", "DocumentReceiver", "LineReceiver", "Refusal"]
 
 MAX_LINE_BYTES: Final = 1 << 20
+_NOWHERE: Final = memoryview(b"")
 
 
 class Refusal(Exception):
@@ -67,10 +76,22 @@ class ContainerReceiver:
         except ContainerError as error:
             raise Refusal(error.problem) from None
 
+    @property
+    def free(self) -> memoryview:
+        """The memory where the next octets belong; empty while the header is not read, and at the end."""
+        return self._block.free if self._block.header is not None else _NOWHERE
+
     def feed(self, data: bytes | memoryview) -> list[LayerArrived]:
         """Take octets and return the layers they complete. Raises `Refusal`."""
+        return self._tell(self._block.receive_data(data))
+
+    def placed(self, size_bytes: int) -> list[LayerArrived]:
+        """The same for octets that were put into `free`."""
+        return self._tell(self._block.received(size_bytes))
+
+    def _tell(self, events: Sequence[BlockEvent]) -> list[LayerArrived]:
         layers: list[LayerArrived] = []
-        for event in self._block.receive_data(data):
+        for event in events:
             match event:
                 case LayerArrived():
                     layers.append(event)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Final
 
+from kvsp_core.container import LayerArrived as Layer
 from kvsp_core.problems import DIGEST_MISMATCH, Problem
 from kvsp_core.roles.role import (
     BlockArrived,
@@ -23,6 +25,8 @@ from kvsp_services.ports import Incoming
 from kvsp_services.receivers import ContainerReceiver, DocumentReceiver, Refusal
 
 __all__ = ["IncomingRequest"]
+
+_NOWHERE: Final = memoryview(b"")
 
 
 class IncomingRequest:
@@ -55,6 +59,21 @@ class IncomingRequest:
         self._feed(data)
         self.exchange.acknowledge(len(data))
 
+    def data_placed(self, size_bytes: int) -> None:
+        """Take note of octets that were put where they belong."""
+        if not self._body_done and isinstance(self._receiver, ContainerReceiver):
+            try:
+                self._tell_layers(self._receiver.placed(size_bytes))
+            except Refusal as refusal:
+                self._refuse(refusal)
+        self.exchange.acknowledge(size_bytes)
+
+    def _free(self) -> memoryview:
+        """Return where the next octets belong; nowhere any more once the buffer may have another owner."""
+        if self._body_done or not isinstance(self._receiver, ContainerReceiver):
+            return _NOWHERE
+        return self._receiver.free
+
     def body_ended(self) -> None:
         """Take note that the body is whole."""
         self._ended = True
@@ -82,6 +101,7 @@ class IncomingRequest:
             self._refuse(refusal)
         else:
             self._feed(memoryview(early))
+            self.exchange.receive_into(self._free)
         self.exchange.acknowledge(len(early))
         self._end_body()
 
@@ -90,12 +110,15 @@ class IncomingRequest:
             return
         try:
             if isinstance(self._receiver, ContainerReceiver):
-                for layer in self._receiver.feed(data):
-                    self._tell(LayerArrived(self._buffer, layer.layer, layer.digest))
+                self._tell_layers(self._receiver.feed(data))
             elif self._receiver is not None:
                 self._receiver.feed(data)
         except Refusal as refusal:
             self._refuse(refusal)
+
+    def _tell_layers(self, layers: Sequence[Layer]) -> None:
+        for layer in layers:
+            self._tell(LayerArrived(self._buffer, layer.layer, layer.digest))
 
     def _end_body(self) -> None:
         if not self._ended or self._body_done or self._receiver is None:

@@ -13,6 +13,7 @@ from kvsp_h2 import (
     BodyEnded,
     ConnectionEnded,
     Credentials,
+    DataPlaced,
     DataReceived,
     Established,
     Event,
@@ -76,6 +77,9 @@ class _Exchange:
         self._link.http.acknowledge(self._stream_id, count)
         self._link.flush()
 
+    def receive_into(self, free: Callable[[], memoryview]) -> None:
+        self._link.http.receive_into(self._stream_id, free)
+
     def cancel(self) -> None:
         self._link.http.reset(self._stream_id)
         self._link.flush()
@@ -112,6 +116,9 @@ class ServedRole:
             case DataReceived(stream_id, data):
                 if found := self._exchanges.get((link, stream_id)):
                     driver.data_received(found, data)
+            case DataPlaced(stream_id, size_bytes):
+                if found := self._exchanges.get((link, stream_id)):
+                    driver.data_placed(found, size_bytes)
             case BodyEnded(stream_id):
                 if found := self._exchanges.get((link, stream_id)):
                     driver.body_ended(found)
@@ -138,6 +145,8 @@ class _Listening:
                     self._listener.body_ended()
             case DataReceived(_, data):
                 self._listener.data_received(data)
+            case DataPlaced(_, size_bytes):
+                self._listener.data_placed(size_bytes)
             case BodyEnded():
                 self._listener.body_ended()
             case ExchangeEnded(complete=False, reason=reason):
@@ -150,6 +159,9 @@ class _NoCall:
     """A call that failed before it began."""
 
     def acknowledge(self, count: int) -> None:
+        """Do nothing."""
+
+    def receive_into(self, free: Callable[[], memoryview]) -> None:
         """Do nothing."""
 
     def cancel(self) -> None:

@@ -18,7 +18,7 @@ import anyio
 import kvsp_asyncio
 import kvsp_trio
 from kvsp_core.heads import Request
-from kvsp_h2 import Credentials, DataReceived, Event, ExchangeEnded, ResponseReceived, WireLimits
+from kvsp_h2 import Credentials, DataPlaced, DataReceived, Event, ExchangeEnded, ResponseReceived, WireLimits
 from kvsp_services.buffers import BlockBuffer, BufferPool
 from kvsp_services.receivers import ContainerReceiver
 from tests.bench.wire_plain import PlainClient
@@ -76,6 +76,10 @@ class _Plain:
             assert size is not None
             self._memory = self._fetching.memory.acquire(size)
             self._view = memoryview(self._memory)
+            self.call.receive_into(lambda: self._view[self._filled :])
+        elif isinstance(event, DataPlaced):
+            self._filled += event.size_bytes
+            self.call.acknowledge(event.size_bytes)
         elif isinstance(event, ExchangeEnded):
             self._fetching.memory.release(self._memory)
             self._fetching.ended(event, self._filled)
@@ -97,6 +101,10 @@ class _Verified:
         elif isinstance(event, ResponseReceived):
             self._digest = event.response.repr_digest
             self._receiver = ContainerReceiver(self._buffer, 1 << 30, event.response.content_length)
+            self.call.receive_into(lambda: self._receiver.free)
+        elif isinstance(event, DataPlaced):
+            self._receiver.placed(event.size_bytes)
+            self.call.acknowledge(event.size_bytes)
         elif isinstance(event, ExchangeEnded):
             self._receiver.end()
             if self._receiver.sha256 != self._digest or len(self._receiver.layer_digests) != LAYERS:

@@ -110,6 +110,7 @@ class FakeExchange:
     cancelled: bool = False
     accepted: bool = False
     has_room: bool = True
+    free: Callable[[], memoryview] = attrs.field(default=lambda: memoryview(b""))
 
     def accept_body(self) -> None:
         self.accepted = True
@@ -124,6 +125,9 @@ class FakeExchange:
         if end:
             self.sent.append("end")
         return self.has_room
+
+    def receive_into(self, free: Callable[[], memoryview]) -> None:
+        self.free = free
 
     def acknowledge(self, count: int) -> None:
         self.acknowledged += count
@@ -328,6 +332,41 @@ def test_a_container_arrives_layer_by_layer(world: World) -> None:
     world.put_block()
     assert world.role.told(LayerArrived) == [LayerArrived(1, layer, LAYER_DIGESTS[layer]) for layer in (0, 1)]
     assert world.role.told(BlockArrived) == [BlockArrived(1, 1, HEADER, LAYER_DIGESTS, SHA256)]
+
+
+def place(world: World, exchange: FakeExchange, octets: bytes) -> None:
+    """Put octets where the request's receiver wants them, as a connection does."""
+    free = exchange.free()
+    free[: len(octets)] = octets
+    world.driver.data_placed(exchange, len(octets))
+
+
+def test_a_container_may_come_straight_into_its_buffer(world: World) -> None:
+    exchange = FakeExchange(Request(method="PUT", path="x", content_length=None))
+    world.driver.request_received(exchange, ended=False)
+    world.do(ReceiveBlock(1, 1, 10_000))
+    assert not exchange.free(), "without a header nobody knows how much memory it takes"
+    head = HEADER.encode()
+    world.driver.data_received(exchange, memoryview(head))
+    assert exchange.free().nbytes == len(SECTIONS)
+    place(world, exchange, SECTIONS[:20])
+    assert world.role.told(LayerArrived) == [LayerArrived(1, 0, LAYER_DIGESTS[0])]
+    place(world, exchange, SECTIONS[20:])
+    world.driver.body_ended(exchange)
+    assert world.role.told(BlockArrived) == [BlockArrived(1, 1, HEADER, LAYER_DIGESTS, SHA256)]
+    assert exchange.acknowledged == len(CONTAINER)
+    assert not exchange.free(), "its buffer is the role's now"
+
+
+def test_nothing_comes_into_a_buffer_once_the_request_is_answered(world: World) -> None:
+    exchange = FakeExchange(Request(method="PUT", path="x", content_length=None))
+    world.driver.request_received(exchange, ended=False)
+    world.do(ReceiveBlock(1, 1, 10_000))
+    world.driver.data_received(exchange, memoryview(HEADER.encode()))
+    assert exchange.free()
+    world.do(Respond(1, Response(status=507)), FreeBuffer(1))
+    assert not exchange.free(), "another block may have that memory by now"
+    world.driver.data_placed(exchange, 0)
 
 
 @pytest.mark.requirement("BR-6")
