@@ -11,7 +11,6 @@ writes
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -52,7 +51,7 @@ from kvsp_services.buffers import BlockBuffer, BufferPool
 from kvsp_services.calls import OutgoingCall
 from kvsp_services.ports import EnginePort, Incoming, Loop, Peers
 from kvsp_services.requests import IncomingRequest
-from kvsp_services.stores.blocks import BlockFault, BlockTier
+from kvsp_services.stores.blocks import BlockFault, BlockTier, RangeDigests
 
 if TYPE_CHECKING:
     from kvsp_core.roles.engine import EngineCommand, EngineEvent
@@ -108,6 +107,7 @@ class Driver:
         self._calls: dict[int, OutgoingCall] = {}
         self._deadlines: list[tuple[int, int]] = []
         self._buffers: dict[int, BlockBuffer] = {}
+        self._ranges = RangeDigests()
         self._inputs: deque[Input] = deque()
         self._running = False
         self._held: deque[tuple[int, Effect]] = deque()
@@ -345,7 +345,7 @@ class Driver:
 
         def work() -> None:
             try:
-                outcome: JobDone | JobFailed = _tier_work(effect, tier, buffer)
+                outcome: JobDone | JobFailed = _tier_work(effect, tier, buffer, self._ranges)
             except BlockFault as fault:
                 outcome = JobFailed(effect.job_id, fault.fault)
             except Exception:
@@ -410,7 +410,9 @@ class Driver:
         self._loop.call_soon_threadsafe(partial(self._job_over, outcome, buffer))
 
 
-def _tier_work(effect: Store | ReadBlock | Load, tier: BlockTier, buffer: BlockBuffer | None) -> JobDone:
+def _tier_work(
+    effect: Store | ReadBlock | Load, tier: BlockTier, buffer: BlockBuffer | None, ranges: RangeDigests
+) -> JobDone:
     """Do what a role asked of a tier. Raises `BlockFault`."""
     if isinstance(effect, Load):
         return JobDone(effect.job_id, catalogue=tier.catalogue())
@@ -419,9 +421,7 @@ def _tier_work(effect: Store | ReadBlock | Load, tier: BlockTier, buffer: BlockB
         block, data = tier.read(effect.name, effect.layers, buffer.acquire)
         layers, repr_digest = block.header.layers, block.repr_digest
         if len(layers) < len(block.layer_digests):  # a part is a container of its own, with its own digest
-            digest = hashlib.sha256(block.header.encode())
-            digest.update(data)
-            repr_digest = digest.hexdigest()
+            repr_digest = ranges.of(block, data)
         buffer.fill(block.header, data, block.layer_digests[layers.start : layers.stop], repr_digest)
         return _done(effect.job_id, buffer)
     if buffer.header is None:

@@ -6,7 +6,9 @@ asks by `Store`, `ReadBlock`, `Drop` and `Load`; the methods here block, and a l
 
 from __future__ import annotations
 
+import hashlib
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Protocol
 
@@ -17,7 +19,7 @@ from kvsp_core.errors import KVSPError, LocalProtocolError
 from kvsp_core.roles.role import BlockName, JobFault, StoredBlock
 from kvsp_services.buffers import header_part
 
-__all__ = ["BlockFault", "BlockTier", "MemoryTier", "part_of"]
+__all__ = ["BlockFault", "BlockTier", "MemoryTier", "RangeDigests", "part_of"]
 
 
 class BlockFault(KVSPError):
@@ -83,6 +85,33 @@ def part_of(header: ContainerHeader, layers: tuple[int, int] | None) -> tuple[Co
         return (header, 0, 0) if layers is None else header_part(header, layers)
     except LocalProtocolError:
         raise BlockFault(JobFault.MISSING) from None
+
+
+class RangeDigests:
+    """Digests of containers of some layers of a block, so that those asked for again are not hashed again
+    (decision W17); the last `at_most` of them. May be used from several threads."""
+
+    def __init__(self, at_most: int = 4096) -> None:
+        self._at_most = at_most
+        self._digests: OrderedDict[tuple[BlockName, str, range], str] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def of(self, block: StoredBlock, data: memoryview) -> str:
+        """Return the digest, hex32, of the container of these layers, both as a tier gives them."""
+        key = (block.name, block.repr_digest, block.header.layers)
+        with self._lock:
+            known = self._digests.get(key)
+            if known is not None:
+                self._digests.move_to_end(key)
+                return known
+        digest = hashlib.sha256(block.header.encode())
+        digest.update(data)
+        found = digest.hexdigest()
+        with self._lock:
+            self._digests[key] = found
+            if len(self._digests) > self._at_most:
+                self._digests.popitem(last=False)
+        return found
 
 
 class MemoryTier:

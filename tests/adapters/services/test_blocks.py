@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +20,7 @@ from kvsp_core.container_header import ContainerHeader
 from kvsp_core.roles.role import BlockName, JobFault, StoredBlock
 from kvsp_services.stores import block_files
 from kvsp_services.stores.block_files import FileTier
-from kvsp_services.stores.blocks import BlockFault, BlockTier, MemoryTier
+from kvsp_services.stores.blocks import BlockFault, BlockTier, MemoryTier, RangeDigests
 from kvsp_services.stores.sealing import StorageError
 
 KEY = bytes(range(32))
@@ -357,3 +358,18 @@ def test_after_kill_9_every_block_is_whole_or_gone(tmp_path: Path) -> None:
         assert tier.damaged == 0, "a file appears under its name when it is whole"
         for block in catalogue:
             assert tier.read(block.name, None, acquire)[1] == octets_of(int(block.name.block_key, 16))
+
+
+@pytest.mark.requirement("BR-2")
+def test_the_digest_of_a_range_is_computed_once(tier: BlockTier) -> None:
+    put(tier, 1, 2)
+    ranges = RangeDigests(at_most=2)
+    block, data = tier.read(named(1), (1, 2), acquire)
+    expected = hashlib.sha256(block.header.encode() + bytes(data)).hexdigest()
+    assert ranges.of(block, data) == expected
+    assert ranges.of(block, memoryview(b"not looked at")) == expected
+    other, others = tier.read(named(2), (1, 2), acquire)
+    assert ranges.of(other, others) != expected, "another block has digests of its own"
+    replaced = attrs.evolve(block, repr_digest="0" * 64)
+    assert ranges.of(replaced, others) != expected, "so has another block under the same name"
+    assert ranges.of(block, others) != expected, "and the oldest are forgotten"
