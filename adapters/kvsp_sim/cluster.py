@@ -121,12 +121,15 @@ class SimulatedCluster:
         # Room for few blocks or many, and for few leased ones.
         self._capacity_bytes = CONTAINER_BYTES * random.pick((5, 10, 40))
         self._quota_bytes = BLOCK_BYTES * random.pick((8, 30, 200))
-        keys = tuple(random.octets(32) for _ in range(3))
-        self._scopes = tuple(map(Scope, keys))
+        keys = tuple(random.octets(32) for _ in range(4))
+        self._scopes = tuple(map(Scope, keys[:3]))
+        self._elsewhere = Scope(keys[3])
+        """A scope of others, in which those without a part in these may have one."""
         self._names = _Names(options)
         who = self._random.split("company")
         self._has_outsider, has_stranger = who.chance(0.3), who.chance(0.5)
-        has_operator, reshards = who.chance(0.6), who.chance(0.5)
+        has_operator, reshards = who.chance(0.7), who.chance(0.5)
+        self._others = frozenset((STRANGER, OUTSIDER)) if who.chance(0.6) else frozenset[str]()
         self.network_faults = NetworkFaults()
         self.storage_faults: dict[str, StorageFaults] = {}
         policy = self._policy()
@@ -160,6 +163,7 @@ class SimulatedCluster:
             PROFILES[options.faults],
             self.world.randomness.split("faults"),
             mean_us=self._random.pick((20_000, 60_000, 200_000)),
+            persisting=("controller",),
         )
 
     def _make_a_liar(self) -> None:
@@ -248,7 +252,11 @@ class SimulatedCluster:
         rules = ScopeRules(read=readers, write=keepers, publish=keepers, withdraw=menders)  # type: ignore[arg-type]
         shared = attrs.evolve(rules, shared=True)
         by_scope = zip(self._scopes, (rules, rules, shared), strict=True)
-        return Policy(principals, {scope.scope_id: allowed for scope, allowed in by_scope})
+        scopes = {scope.scope_id: allowed for scope, allowed in by_scope}
+        others = self._others
+        elsewhere = ScopeRules(read=others, write=others, publish=others, withdraw=others)  # type: ignore[arg-type]
+        scopes[self._elsewhere.scope_id] = elsewhere
+        return Policy(principals, scopes)
 
     def _allowed(self) -> dict[str, frozenset[str]]:
         scopes = frozenset(scope.scope_id for scope in self._scopes)
@@ -274,7 +282,8 @@ class SimulatedCluster:
         for number, base_uri in enumerate(names.front_ends):
             self._add_front_end(number, base_uri, policy)
         if self._has_outsider:
-            factory = partial(self._instance, policy, OUTSIDER, len(names.instances), scopes=())
+            scopes = (self._elsewhere,) if self._others else ()
+            factory = partial(self._instance, policy, OUTSIDER, len(names.instances), scopes=scopes)
             self._add("outsider", OUTSIDER, factory, tiers=True, engine=True)
 
     def _add(
@@ -449,7 +458,9 @@ class SimulatedCluster:
         )
 
     def _add_operator(self, mean_ms: int, random: Randomness) -> Operator:
-        operator = Operator(OPERATOR, self._places, self._overheard, random, mean_ms=mean_ms)
+        operator = Operator(
+            OPERATOR, self._places, self._overheard, random, mean_ms=mean_ms, lease_ms=self._times.lease_ms
+        )
         self._add("operator", OPERATOR, lambda _: operator)
         return operator
 

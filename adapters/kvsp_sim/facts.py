@@ -38,6 +38,7 @@ __all__ = [
     "SessionClosed",
     "SessionOwned",
     "SessionResumed",
+    "SessionTold",
     "SessionUnknown",
     "StatusAcknowledged",
     "StepServed",
@@ -225,6 +226,14 @@ class SessionClosed:
 
 
 @attrs.frozen(kw_only=True)
+class SessionTold:
+    """The controller said how many output tokens of a session it has recorded."""
+
+    session: str
+    offset: int
+
+
+@attrs.frozen(kw_only=True)
 class SessionUnknown:
     """The controller answered that it knows nothing of a session."""
 
@@ -363,6 +372,7 @@ Fact: TypeAlias = (
     | CheckpointAcknowledged
     | SessionResumed
     | SessionClosed
+    | SessionTold
     | SessionUnknown
     | StatusAcknowledged
     | PlanSent

@@ -47,6 +47,7 @@ class Chaos:
     """Lets faults happen in a cluster, until `heal`.
 
     `storage` gives the storage faults of each process; `mean_us` is the mean time between two faults.
+    `persisting` names the processes that keep something durable: they are hit more often.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Chaos:
         *,
         mean_us: int,
         spared: frozenset[str] = frozenset(),
+        persisting: tuple[str, ...] = (),
     ) -> None:
         self._cluster = cluster
         self._world = cluster.world
@@ -67,6 +69,7 @@ class Chaos:
         self._random = random
         self._mean_us = max(1, mean_us)
         self._spared = spared
+        self._persisting = persisting
         self._kinds = tuple(kind for kind in kinds if random.chance(0.5))
         self._over = not self._kinds
         self._ends: list[Callable[[], None]] = []
@@ -80,7 +83,7 @@ class Chaos:
             "crash": self._crash,
             "pause": self._pause,
             "late": lambda: self._storage_fault("late", 0.5),
-            "persist-fails": lambda: self._storage_fault("persist_fails", 0.2),
+            "persist-fails": lambda: self._storage_fault("persist_fails", 0.2, self._persisting),
             "job-fails": lambda: self._storage_fault("job_fails", 0.3),
             "rots": lambda: self._storage_fault("rots", 0.5),
             "noticed": lambda: self._storage_fault("noticed", 0.5),
@@ -138,8 +141,9 @@ class Chaos:
     # Processes
 
     def _process(self) -> Process | None:
-        processes = [p for p in self._cluster.processes.values() if p.name not in self._spared]
-        process = self._random.pick(processes)
+        names = [name for name in self._cluster.processes if name not in self._spared]
+        often = self._persisting if self._random.chance(0.2) else ()
+        process = self._cluster.processes[self._random.pick(often or names)]
         return process if process.up and not process.paused else None
 
     def _crash(self) -> None:
@@ -197,7 +201,7 @@ class Chaos:
 
     # Storage
 
-    def _storage_fault(self, name: str, most: float) -> None:
-        process = self._random.pick(list(self._storage))
+    def _storage_fault(self, name: str, most: float, of: tuple[str, ...] = ()) -> None:
+        process = self._random.pick(of or list(self._storage))
         self._cluster.counts["storage faults"] += 1
         self._for_a_while(self._storage[process], name, most)

@@ -17,11 +17,12 @@ from kvsp_core.errors import KVSPError
 from kvsp_core.ext_messages import AttendRequest, IndexInfo, LeaseListing
 from kvsp_core.identity import component_id
 from kvsp_core.machines.reshard_plan import divide
-from kvsp_core.messages import DirectiveStatus, StateChange
+from kvsp_core.messages import DirectiveStatus, LeaseGranted, LeaseRenewal, LeaseRequest, StateChange
 from kvsp_core.records import Shard, ShardMap
 from kvsp_core.resources import (
     Attend,
     ChangeInstanceState,
+    CreateLease,
     DeleteSession,
     DescribeIndex,
     GetBlock,
@@ -32,6 +33,8 @@ from kvsp_core.resources import (
     ListLeases,
     ListSessions,
     Operation,
+    ReleaseLease,
+    RenewLease,
 )
 from kvsp_core.roles.controller import Controller
 from kvsp_core.roles.controller_store import MapContext
@@ -46,6 +49,7 @@ __all__ = ["Operator", "Resharding"]
 _CALL_MS: Final = 1_000
 _ASKING_MS: Final = 500
 """How often it is asked whether all has ended."""
+_LEASES: Final = 4
 _OVER: Final = ("complete", "partial", "failed")
 
 Purpose = Callable[[AnswerReceived], None]
@@ -55,11 +59,18 @@ class Operator:
     """Drains, puts to sleep and wakes instances, lists what there is, ends sessions and attends to shards.
 
     It has the roles of a controller and of an instance too, so that it may ask how far a directive is, and
-    attend. `mean_ms` is the mean time between two requests.
+    attend. `mean_ms` is the mean time between two requests, `lease_ms` the longest lease that is granted.
     """
 
     def __init__(
-        self, base_uri: str, places: Places, overheard: Overheard, random: Randomness, *, mean_ms: int
+        self,
+        base_uri: str,
+        places: Places,
+        overheard: Overheard,
+        random: Randomness,
+        *,
+        mean_ms: int,
+        lease_ms: int,
     ) -> None:
         self.base_uri = base_uri
         self.leases: dict[str, int | None] = {}
@@ -72,9 +83,11 @@ class Operator:
         self._overheard = overheard
         self._random = random
         self._mean_ms = mean_ms
+        self._lease_ms = lease_ms
         self._work = Work()
         self._due_ms = 0
         self._settling = False
+        self._leased: dict[str, str] = {}  # lease -> holder
 
     # The role
 
@@ -92,7 +105,7 @@ class Operator:
         match item:
             case AnswerReceived(call_id):
                 purpose: Purpose | None = self._work.calls.pop(call_id, None)
-                if purpose is not None and item.response.status in (200, 404):
+                if purpose is not None and item.response.status in (200, 201, 404):
                     purpose(item)
             case CallFailed(call_id):
                 self._work.calls.pop(call_id, None)
@@ -118,6 +131,7 @@ class Operator:
                 self._list,
                 self._about_a_session,
                 self._ask_for_a_block,
+                *(self._lease,) * 6,
                 self._attend,
                 self._directive,
             )
@@ -169,6 +183,29 @@ class Operator:
             codec=random.pick((None, 1, 7)),
         )
         self._call(random.pick(places.keepers), operation)
+
+    def _lease(self) -> None:
+        """Lease a block for a while, or have a lease end sooner, later or at once."""
+        random = self._random
+        if not self._leased or random.chance(0.5):
+            if self._overheard.blocks:
+                holder, key = random.pick(self._overheard.blocks)
+                body = LeaseRequest(block_keys=(key,), ttl_ms=random.spread(10, self._lease_ms))
+                self._call(holder, CreateLease(), body, partial(self._leased_at, holder))
+            return
+        lease = random.pick(list(self._leased))
+        if random.chance(0.7):
+            renewal = LeaseRenewal(ttl_ms=random.spread(10, self._lease_ms))
+            self._call(self._leased[lease], RenewLease(lease), renewal)
+        else:
+            self._call(self._leased.pop(lease), ReleaseLease(lease))
+
+    def _leased_at(self, holder: str, item: AnswerReceived) -> None:
+        granted = _read(LeaseGranted, item)
+        if granted is not None:
+            self._leased[granted.lease] = holder
+            if len(self._leased) > _LEASES:
+                del self._leased[next(iter(self._leased))]
 
     def _attend(self) -> None:
         if self._overheard.maps:

@@ -30,6 +30,8 @@ class Overheard:
     """Scope and tokens."""
     sessions: deque[tuple[str, str]] = attrs.field(factory=_recent)
     """Session and its instance."""
+    blocks: deque[tuple[str, str]] = attrs.field(factory=_recent)
+    """Holder and key of a block that it has published."""
     leases: deque[tuple[str, str]] = attrs.field(factory=_recent)
     """Holder and lease."""
     checkpoints: deque[tuple[str, bytes]] = attrs.field(factory=lambda: deque(maxlen=_REMEMBERED))

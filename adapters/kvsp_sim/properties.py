@@ -49,6 +49,7 @@ from kvsp_sim.facts import (
     SessionClosed,
     SessionOwned,
     SessionResumed,
+    SessionTold,
     SessionUnknown,
     StatusAcknowledged,
     StepServed,
@@ -434,6 +435,7 @@ class AcknowledgedIsKept(Property):
         return {
             CheckpointAcknowledged: self._acknowledged,
             SessionResumed: self._resumed,
+            SessionTold: self._told,
             SessionUnknown: self._unknown,
             SessionClosed: self._closed,
         }
@@ -458,6 +460,11 @@ class AcknowledgedIsKept(Property):
                 f"session {fact.session}: resumed from {len(fact.generated)} tokens, {len(kept)} were "
                 "acknowledged"
             )
+
+    def _told(self, fact: SessionTold) -> None:
+        kept = len(self._kept.get(fact.session, ()))
+        if fact.offset < kept:
+            self.fail(f"session {fact.session}: {fact.offset} tokens are recorded, {kept} were acknowledged")
 
     def _unknown(self, fact: SessionUnknown) -> None:
         if fact.session in self._kept:

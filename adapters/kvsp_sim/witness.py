@@ -40,6 +40,7 @@ from kvsp_sim.facts import (
     SessionClosed,
     SessionOwned,
     SessionResumed,
+    SessionTold,
     SessionUnknown,
     StatusAcknowledged,
     StepServed,
@@ -158,8 +159,14 @@ class _Line(msgspec.Struct):
 
 class _Session(msgspec.Struct):
     state: str
+    session: str = ""
     epoch: int = 0
     instance: str | None = None
+    output_offset: int = 0
+
+
+class _Sessions(msgspec.Struct):
+    sessions: list[_Session]
 
 
 _read_record = msgspec.json.Decoder(_Record).decode
@@ -177,6 +184,7 @@ _read_line = msgspec.json.Decoder(_Line).decode
 _read_placement = msgspec.json.Decoder(_PlacementRequest).decode
 _read_scoped = msgspec.json.Decoder(_Scoped).decode
 _read_directive = msgspec.json.Decoder(_Directive).decode
+_read_sessions = msgspec.json.Decoder(_Sessions).decode
 _read_session = msgspec.json.Decoder(_Session).decode
 
 _GONE = ("ended", "failed", "cancelled", "finished")
@@ -337,6 +345,7 @@ class Witness:
         if effect.response.is_success:
             record = _read_record(leg.exchange.body)
             self._scopes[record.block_key] = record.scope_id
+            self.overheard.blocks.append((record.holder, record.block_key))
             granted = _read_granted(body)
             until_ms = leg.server.now_ms + granted.ttl_ms
             self._disclosed(leg.client, record.scope_id)
@@ -418,8 +427,12 @@ class Witness:
                     generated=tuple(checkpoint.generated),
                 )
             )
-        elif effect.response.status == 404 and session not in self._given_up:
+        elif effect.response.status == 404 and self._expected(leg, session):
             self.observe(SessionUnknown(session=session))
+
+    def _expected(self, leg: Leg, session: str) -> bool:
+        """Return whether a session should be known to this client as far as anybody has said."""
+        return session not in self._given_up and leg.client not in self.strangers
 
     def _placed(self, leg: Leg, effect: Respond, body: bytes) -> None:
         if effect.response.is_success:
@@ -443,12 +456,16 @@ class Witness:
     def _session_told(self, leg: Leg, effect: Respond, body: bytes) -> None:
         parts = leg.exchange.request.path.split("/")
         if len(parts) != 3:
+            if effect.response.is_success:
+                for one in _read_sessions(body).sessions:
+                    self.observe(SessionTold(session=one.session, offset=one.output_offset))
             return
-        if effect.response.status == 404 and parts[2] not in self._given_up:
+        if effect.response.status == 404 and self._expected(leg, parts[2]):
             self.observe(SessionUnknown(session=parts[2]))
         elif effect.response.is_success:
             self._disclosed_of(leg.client, parts[2])
             told = _read_session(body)
+            self.observe(SessionTold(session=parts[2], offset=told.output_offset))
             if told.state in _GONE:
                 self.observe(SessionClosed(session=parts[2]))
             elif told.instance is not None:

@@ -30,6 +30,7 @@ from kvsp_sim.facts import (
     SessionClosed,
     SessionOwned,
     SessionResumed,
+    SessionTold,
     SessionUnknown,
     StatusAcknowledged,
     StepServed,
@@ -229,6 +230,9 @@ def test_what_was_acknowledged_is_kept() -> None:
     breaks(AcknowledgedIsKept(), checkpoint(1, "a", 1, 2, 3), resumed, saying="2 tokens, 3 were acknowledged")
     breaks(AcknowledgedIsKept(), checkpoint(1, "a", 1), checkpoint(2, "a", 2, 3), saying="contradicts")
     breaks(AcknowledgedIsKept(), checkpoint(1, "a"), SessionUnknown(session="s"), saying="unknown")
+    told = SessionTold(session="s", offset=0)
+    breaks(AcknowledgedIsKept(), checkpoint(1, "a", 1), told, saying="0 tokens are recorded, 1 were")
+    run(AcknowledgedIsKept(), told, SessionTold(session="s", offset=4), checkpoint(1, "a", 1))
     run(AcknowledgedIsKept(), checkpoint(1, "a"), SessionClosed(session="s"), SessionUnknown(session="s"))
 
 
