@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 from kvsp_h2.connection import Connection
-from kvsp_h2.events import Event
+from kvsp_h2.events import Established, Event
 from kvsp_h2.http2 import ClientConnection, ServerConnection
 from kvsp_h2.limits import WireLimits
 from kvsp_h2.pool import Pool, PoolLimits
@@ -129,6 +129,7 @@ class BaseDialer(ABC, Generic[LinkT]):
         self.links: set[LinkT] = set()
         self._network = network
         self._pool = pool
+        self._closing = False
         pool.wake = self._look
 
     @abstractmethod
@@ -141,7 +142,9 @@ class BaseDialer(ABC, Generic[LinkT]):
 
     def shutdown(self) -> None:
         """Fail the calls that wait, and close the connections in order."""
+        self._closing = True
         self._pool.close("this service is not called any more")
+        self._stop_dialing()
         for link in tuple(self.links):
             link.shutdown()
 
@@ -157,6 +160,8 @@ class BaseDialer(ABC, Generic[LinkT]):
 
     def _receive(self, link: LinkT, event: Event) -> None:
         self._pool.receive(link, event, self._network.now_ms())
+        if self._closing and isinstance(event, Established):
+            link.shutdown()  # it came to be after the others were closed
 
     def _unreachable(self) -> None:
         self._pool.dial_failed("the service cannot be reached", self._network.now_ms())

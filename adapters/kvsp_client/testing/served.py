@@ -7,10 +7,11 @@ import os
 import socket
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
+from urllib.parse import urlsplit
 
 import kvsp_asyncio
 from kvsp_core.errors import KVSPError
@@ -30,6 +31,8 @@ from kvsp_services.stores.durable import NoStore
 from kvsp_services.wire import ServedRole, ServicePeers
 
 __all__ = ["ENGINE", "Served", "serve_cache"]
+
+T = TypeVar("T")
 
 ENGINE: Final = "spiffe://kvsp.example/engine"
 """The principal of the certificate that `Served.credentials` has."""
@@ -60,6 +63,7 @@ class Served:
         self.failures: list[Exception] = []
         """What roles failed with; a test looks whether it is empty."""
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._network: Any = None
         self._listeners: dict[str, Any] = {}
         self._stop: asyncio.Event | None = None
 
@@ -82,12 +86,31 @@ class Served:
 
     def do(self, work: Callable[[], Any]) -> Any:
         """Do something in the thread of the roles, and return what comes of it."""
-        assert self._loop is not None
 
         async def call() -> Any:
             return work()
 
-        return asyncio.run_coroutine_threadsafe(call(), self._loop).result(_START_S)
+        return self._await(call())
+
+    def serve_instead(self, number: int, on_event: Callable[[Any, Any], None]) -> None:
+        """Serve something else in place of a cache server, under its base URI and with its certificate.
+
+        `on_event` is told of each event of each connection, as `kvsp_asyncio` tells them, in the thread of
+        the roles.
+        """
+        uri, issued = self.cache_uris[number], self._issued[number + 1]
+        credentials = self.credentials_of(issued.certificate, issued.key)
+
+        async def listen() -> None:
+            self._listeners[uri].abort()
+            port = urlsplit(uri).port or 0
+            self._listeners[uri] = await self._network.listen(credentials, uri, on_event, port=port)
+
+        self._await(listen())
+
+    def _await(self, work: Coroutine[Any, Any, T]) -> T:
+        assert self._loop is not None
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(_START_S)
 
     def _policy(self) -> Policy:
         may: dict[str, Any] = {
@@ -108,6 +131,7 @@ class Served:
         workers = Workers()
         try:
             async with kvsp_asyncio.open_network() as network:
+                self._network = network
                 drivers = await self._start(network, workers, capacity_bytes)
                 ready.set()
                 await self._stop.wait()

@@ -1,0 +1,232 @@
+"""The client for threads: several at once, closed in the middle, and after a fork."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import anyio
+import pytest
+
+from kvsp_client import (
+    BlockingClient,
+    Client,
+    ClientClosed,
+    ClientSettings,
+    MissReason,
+    Prefix,
+    PrefixMemory,
+    Unavailable,
+)
+from kvsp_client.testing import Served
+from tests.adapters.client.scripted import LAYERS, MODEL, ScriptedHolder, content, keys_of, prefix_of
+from tests.adapters.client.test_contract import same
+from tests.adapters.client.test_leases import RELEASE
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[BlockingClient]:
+    with BlockingClient(served.credentials, index=served.index_uri) as made:
+        yield made
+
+
+def stored_prefix(served: Served, client: BlockingClient, name: str, memory: PrefixMemory) -> Prefix:
+    """Store blocks, and wait until they are found."""
+    keys = keys_of(served, name, memory.blocks)
+    assert client.store(served.cache_uris[0], keys, memory.sections).complete
+    while len(prefix := client.lookup(keys)) < len(keys):
+        threading.Event().wait(0.01)
+    return prefix
+
+
+def client_threads() -> int:
+    return sum(thread.name.startswith("kvsp-client") for thread in threading.enumerate())
+
+
+def test_several_threads_use_it_at_once(served: Served, client: BlockingClient) -> None:
+    stored = content(6)
+    prefix = stored_prefix(served, client, "threads", stored)
+
+    def use(number: int) -> bool:
+        memory = PrefixMemory(MODEL, 6)
+        with client.lease_prefix(prefix) as lease:
+            fetch = client.start_fetch(prefix, memory.sections)
+            layers = [fetch.wait_layer(layer, timeout_s=60) for layer in range(LAYERS)]
+            held = lease.held
+        return layers == [6] * LAYERS and fetch.result().complete and held and same(memory, stored)
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(use, range(16)))
+    assert client.stats().fetched_blocks == 16 * 6
+    assert client_threads() == 1
+
+
+def test_clients_share_a_thread_which_ends_with_the_last(served: Served) -> None:
+    first = BlockingClient(served.credentials, index=served.index_uri)
+    second = BlockingClient(served.credentials, index=served.index_uri)
+    assert client_threads() == 0, "it opens when it is first used"
+    keys = keys_of(served, "nothing here", 1)
+    assert len(first.lookup(keys)) == len(second.lookup(keys)) == 0
+    assert client_threads() == 1
+    first.close()
+    first.close()
+    assert len(second.lookup(keys)) == 0
+    second.close()
+    assert client_threads() == 0
+    for call in (lambda: first.lookup(keys), second.stats):
+        with pytest.raises(ClientClosed):
+            call()
+
+
+def test_waiting_ends_after_its_time(served: Served, client: BlockingClient) -> None:
+    keys, stored = keys_of(served, "waiting", 2), content(2)
+    holder = ScriptedHolder(served, 1).serve(keys, stored)
+    holder.fault = "stall"
+    fetch = client.start_fetch(
+        prefix_of(keys, (holder.uri, stored)), (memory := PrefixMemory(MODEL, 2)).sections
+    )
+    assert fetch.wait_layer(0) == 2
+    with pytest.raises(TimeoutError):
+        fetch.wait_layer(LAYERS - 1, timeout_s=0.05)
+    with pytest.raises(TimeoutError):
+        fetch.result(timeout_s=0.05)
+    assert not fetch.done
+    fetch.cancel()
+    result = fetch.result()
+    assert [miss.reason for miss in result.misses] == [MissReason.CANCELLED, MissReason.AFTER_GAP]
+    before = memory._octets.copy()
+    holder.go_on()
+    client.lookup(keys)
+    assert (before == memory._octets).all()
+
+
+def test_closing_ends_what_threads_wait_for(served: Served) -> None:
+    client = BlockingClient(served.credentials, index=served.index_uri)
+    keys, stored = keys_of(served, "closed under", 2), content(2)
+    holder = ScriptedHolder(served, 1).serve(keys, stored)
+    holder.fault = "stall"
+    fetch = client.start_fetch(prefix_of(keys, (holder.uri, stored)), PrefixMemory(MODEL, 2).sections)
+    assert fetch.wait_layer(0) == 2
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(fetch.result)
+        client.close()
+        assert waiting.result(60).misses[0].reason is MissReason.CANCELLED
+
+
+def test_a_job_is_waited_for_or_cancelled(served: Served, client: BlockingClient) -> None:
+    keys, stored = keys_of(served, "job", 3), content(3)
+    job = client.start_store(served.cache_uris[0], keys, stored.sections)
+    assert job.result(60).complete
+    assert job.done
+    with pytest.raises(KeyError):
+        client.store(served.cache_uris[0], keys, lambda block, layer: {}[block])
+    entered, go_on = threading.Event(), threading.Event()
+
+    def slow(block: int, layer: int) -> tuple[memoryview, memoryview]:
+        entered.set()
+        go_on.wait(60)
+        return stored.sections(block, layer)
+
+    cancelled = client.start_store(served.cache_uris[0], keys, slow)
+    assert entered.wait(60)
+    cancelled.cancel()
+    go_on.set()
+    with pytest.raises(ClientClosed):
+        cancelled.result(60)
+    assert client.store(served.cache_uris[0], keys, stored.sections).present == 3
+
+
+def test_errors_come_as_they_are(served: Served, client: BlockingClient) -> None:
+    nobody = BlockingClient(
+        served.credentials,
+        index="https://127.0.0.1:1/kvsp/",
+        settings=ClientSettings(call_timeout_ms=500),
+    )
+    with nobody, pytest.raises(Unavailable):
+        nobody.lookup(keys_of(served, "errors", 1))
+    with (
+        pytest.raises(ValueError, match="mine"),
+        client.lease_prefix(Prefix(keys=keys_of(served, "errors", 0), replicas=())),
+    ):
+        raise ValueError("mine")
+
+
+def test_a_lease_is_given_back_where_its_block_fails(served: Served, client: BlockingClient) -> None:
+    holder, keys = ScriptedHolder(served, 1), keys_of(served, "failing", 1)
+    holder.lease_ttl_ms = 60_000
+    with pytest.raises(ValueError, match="mine"), client.lease(holder.uri, keys):
+        raise ValueError("mine")
+    assert holder.wait_for(lambda: holder.count(RELEASE) == 1)
+
+
+def in_child(work: Callable[[], bool], tmp_path: Path) -> None:
+    """Fork, do something in the child, and look whether it came out well."""
+    said = tmp_path / "said"
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            status = 0 if work() else 1
+        except BaseException as error:
+            said.write_text(repr(error))
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(child, 0)
+    assert status == 0, said.read_text() if said.exists() else "it came out wrong"
+
+
+def test_a_forked_process_opens_it_anew(served: Served, client: BlockingClient, tmp_path: Path) -> None:
+    stored = content(4)
+    prefix = stored_prefix(served, client, "forked", stored)
+    begun = client.start_fetch(prefix, PrefixMemory(MODEL, 4).sections)
+
+    def fetches() -> bool:
+        memory = PrefixMemory(MODEL, 4)
+        return client.fetch(prefix, memory.sections).complete and same(memory, stored)
+
+    def child() -> bool:
+        with pytest.raises(ClientClosed):
+            begun.wait_layer(0)
+        done = fetches()
+        client.close()
+        return done
+
+    in_child(child, tmp_path)
+    assert fetches(), "the child closed its own connections, not ours"
+    assert begun.result().complete
+
+
+def test_a_forked_process_lets_go_of_the_sockets(
+    served: Served, client: BlockingClient, tmp_path: Path
+) -> None:
+    client.lookup(keys_of(served, "sockets", 1))
+    opened = client._open()
+    descriptors = opened.loop.sockets()
+    assert descriptors
+
+    def child() -> bool:
+        return all(os.readlink(f"/proc/self/fd/{fd}") == os.devnull for fd in descriptors)
+
+    in_child(child, tmp_path)
+    assert len(client.lookup(keys_of(served, "sockets", 1))) == 0
+
+
+def test_a_client_on_a_loop_refuses_in_a_forked_process(served: Served, tmp_path: Path) -> None:
+    keys = keys_of(served, "loop", 1)
+
+    async def main() -> None:
+        async with Client(served.credentials, index=served.index_uri) as client:
+            await client.lookup(keys)
+
+            def child() -> bool:
+                with pytest.raises(ClientClosed, match="another process"):
+                    client.lookup(keys).send(None)
+                return True
+
+            in_child(child, tmp_path)
+            await client.lookup(keys)
+
+    anyio.run(main)
