@@ -287,12 +287,12 @@ class PrefixLoad:
             case _:
                 assert_never(event)
         self._go_on(effects, now_ms)
-        if (self._ready, len(self._void)) != (ready, void) and self.state is LoadState.LOADING:
-            effects.append(LayersReady(self._ready))
         if self.state is LoadState.OVER or self.complete_blocks == self._end:
             self.state = LoadState.OVER
             misses = tuple(self._misses[number] for number in sorted(self._misses))
             effects.append(Ended(blocks=self._end, misses=misses, void=self.void))
+        elif (self._ready, len(self._void)) != (ready, void):
+            effects.append(LayersReady(self._ready))
         return tuple(effects)
 
     def _go_on(self, effects: list[Effect], now_ms: int) -> None:
