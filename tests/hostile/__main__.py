@@ -14,13 +14,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def main(arguments: list[str]) -> int:
     sys.path[:0] = [str(ROOT), str(ROOT / "adapters")]
-    from tests.hostile.faults import faults
+    from tests.hostile.faults import FAULTS, faults
     from tests.hostile.kills import kills
+    from tests.hostile.peers import attacks
     from tests.hostile.report import Section, write_section
 
     parser = argparse.ArgumentParser(description="Hurt a cluster, and say what became of it.")
     parser.add_argument("--kills", type=int, default=40)
     parser.add_argument("--times", type=int, default=1, help="how often each other fault")
+    parser.add_argument("--groups", nargs="+", choices=list(FAULTS), default=list(FAULTS))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--write", type=Path, help="the page that keeps the tables")
     parser.add_argument("--directory", type=Path, help="where the clusters live; kept afterwards")
@@ -28,7 +30,8 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     known: dict[str, Callable[[Path], Section]] = {
         "kills": lambda directory: kills(directory, options.kills, seed=options.seed),
-        "faults": lambda directory: faults(directory, options.times),
+        "faults": lambda directory: faults(directory, options.times, tuple(options.groups)),
+        "peers": lambda directory: attacks(directory),
     }
     unknown = sorted(set(options.rows) - set(known))
     if unknown:

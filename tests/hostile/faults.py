@@ -18,11 +18,11 @@ from kvsp_core.errors import KVSPError
 from kvsp_services.demo.cluster import Member, wait_until
 from tests.hostile.kills import Hurt, counted
 from tests.hostile.report import Section
-from tests.hostile.world import World, make_world
+from tests.hostile.world import PATIENCE_S, World, make_world
 
 __all__ = ["FAULTS", "Skipped", "faults"]
 
-_TMPFS = "size=24m,mode=700"
+_TMPFS = "size=96m,mode=700"
 
 
 class Skipped(Exception):
@@ -103,7 +103,7 @@ def _place(hurt: Hurt) -> bool:
 
 def _full(path: Path) -> Path:
     filler = path / "filler"
-    with filler.open("wb") as file, contextlib.suppress(OSError):
+    with contextlib.suppress(OSError), filler.open("wb") as file:
         while True:
             file.write(bytes(1 << 16))
             file.flush()
@@ -423,7 +423,13 @@ def _group(
             lost, longest_s, meanwhile = 0, 0.0, ""
             for _ in range(times):
                 time.sleep(hurt.drawn.random())
-                outcome = act(hurt)
+                try:
+                    outcome = act(hurt)
+                except KVSPError as error:
+                    hurt.tally.breach(f"{_NAMES[act]}: {error}")
+                    outcome = Outcome("the cluster did not come back", PATIENCE_S)
+                    for name in world.members:
+                        _restart(hurt, name)
                 longest_s, meanwhile = max(longest_s, outcome.whole_s), outcome.meanwhile
                 lost += hurt.lost()
             rows.append((_NAMES[act], meanwhile, times, times, lost, f"{longest_s:.1f} s"))
