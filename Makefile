@@ -8,7 +8,7 @@ JOBS ?= 2
 # A fixed sample keeps a run comparable; the long profile plants all of them.
 MUTATIONS = $(if $(filter long,$(KVSP_PROFILE)),--all,--sample 14 --seed 5)
 
-.PHONY: help demo test test-vllm lint verify bench fuzz docs coverage format clean
+.PHONY: help demo test test-vllm lint verify bench fuzz docs coverage audit format clean
 
 help:
 	@echo "make demo    a cluster serving a real model, shown and checked; build/demo.html"
@@ -18,6 +18,7 @@ help:
 	@echo "make verify  the longer proofs: properties, exploration, simulation, fuzzing, mutations"
 	@echo "make bench   speed and memory, side by side with others; build/bench.json"
 	@echo "make fuzz    coverage-guided fuzzing; TARGET=name SECONDS=n"
+	@echo "make audit   known weaknesses of the installed packages; needs the advisory database"
 	@echo "make docs    regenerates the generated parts of docs/"
 
 $(STAMP): pyproject.toml
@@ -77,7 +78,13 @@ coverage: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python docs/tools/machine_pages.py
 	$(BIN)/python docs/tools/resource_pages.py
+	$(BIN)/python docs/tools/dependencies.py
 	$(BIN)/python docs/tools/coverage.py --write
+
+# Without the advisory database nothing is audited, which --strict makes a failure.
+audit: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check pip-audit
+	$(BIN)/pip-audit --local --strict --skip-editable --progress-spinner off
 
 bench: $(STAMP)
 	$(BIN)/python -m tests.bench $(SUBJECT)

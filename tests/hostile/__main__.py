@@ -18,11 +18,14 @@ def main(arguments: list[str]) -> int:
     from tests.hostile.kills import kills
     from tests.hostile.peers import attacks
     from tests.hostile.report import Section, write_section
+    from tests.hostile.soak import soak
+    from tests.hostile.storm import storm
 
     parser = argparse.ArgumentParser(description="Hurt a cluster, and say what became of it.")
     parser.add_argument("--kills", type=int, default=40)
     parser.add_argument("--times", type=int, default=1, help="how often each other fault")
     parser.add_argument("--groups", nargs="+", choices=list(FAULTS), default=list(FAULTS))
+    parser.add_argument("--seconds", type=float, default=60, help="of the soak; a quarter for each attack")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--write", type=Path, help="the page that keeps the tables")
     parser.add_argument("--directory", type=Path, help="where the clusters live; kept afterwards")
@@ -31,7 +34,9 @@ def main(arguments: list[str]) -> int:
     known: dict[str, Callable[[Path], Section]] = {
         "kills": lambda directory: kills(directory, options.kills, seed=options.seed),
         "faults": lambda directory: faults(directory, options.times, tuple(options.groups)),
-        "peers": lambda directory: attacks(directory),
+        "peers": lambda directory: attacks(directory, options.seconds / 4),
+        "soak": lambda directory: soak(directory, options.seconds),
+        "storm": lambda directory: storm(),
     }
     unknown = sorted(set(options.rows) - set(known))
     if unknown:

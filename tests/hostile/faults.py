@@ -174,6 +174,8 @@ def read_only_cache(hurt: Hurt) -> Outcome:
 
 def torn_blocks(hurt: Hurt) -> Outcome:
     """The cache's files are cut, changed and emptied while it is down: a block is whole or not there."""
+    for _ in range(24):
+        hurt.blocks.store(hurt.drawn)
     hurt.world.kill("cache")
     files = sorted(p for p in (hurt.world.directory / "blocks").rglob("*") if p.is_file())
     torn = hurt.drawn.sample(files, min(12, len(files) // 2))

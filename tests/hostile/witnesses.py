@@ -101,6 +101,8 @@ class Blocks:
         self._tally = tally
         self._lock = threading.Lock()
         self.kept: list[Block] = []
+        self.forgets = False
+        """Whether the cache is small, so that blocks are not there any more after a while."""
 
     def step(self, drawn: random.Random) -> None:
         """Store a block, or ask for one."""
@@ -125,6 +127,8 @@ class Blocks:
             return None
         with self._lock:
             self.kept.append(block)
+            if self.forgets:
+                del self.kept[:-100]
         self._tally.add("blocks stored")
         return block
 
