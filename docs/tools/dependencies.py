@@ -18,8 +18,8 @@ HEAD = """# Dependencies
 What the project uses, directly and indirectly, and the licence that each package states. Written by
 `python docs/tools/dependencies.py`; a test fails where something is used that is not here.
 
-`make audit` asks the advisory database of PyPI about every installed version; it needs the network. Where that is
-not reachable it says so and fails, rather than pass.
+`make audit` asks the advisory database of PyPI about every installed version; it needs the network.
+Where that is not reachable it says so and fails, rather than pass.
 """
 # Packages whose metadata says nothing, by the licence file they come with.
 _BY_FILE = {"atheris": "Apache-2.0"}

@@ -181,10 +181,10 @@ def storm(holders: int = 500, blocks: int = 40, ttl_ms: int = 60_000, gone_ms: i
     if whole_ms is None:
         section.broken.append("the index did not get everything back within a TTL")
     section.notes.append(
-        f"{holders} holders with {blocks} records each, a TTL of {ttl_ms // 1000} s, refreshed at a third of it;"
-        f" the index is gone for {gone_ms // 1000} s and comes back empty. Everything is back"
-        f" {(whole_ms or 0) / 1000:.0f} s after that; it gets {most / max(1, steady):.1f} times as many requests"
-        " a second as before, at most. What is tried while it is gone mostly never leaves a holder, whose"
-        " connections wait before they are tried again. In simulated time, with the shipped roles."
+        f"{holders} holders with {blocks} records each, a TTL of {ttl_ms // 1000} s, refreshed at a third"
+        f" of it; the index is gone for {gone_ms // 1000} s and comes back empty. Everything is back"
+        f" {(whole_ms or 0) / 1000:.0f} s after that; it gets {most / max(1, steady):.1f} times as many"
+        " requests a second as before, at most. What is tried while it is gone mostly never leaves a holder,"
+        " whose connections wait before they are tried again. In simulated time, with the shipped roles."
     )
     return section
