@@ -10,11 +10,12 @@ from typing import TypeAlias
 import attrs
 
 from kvsp_core.bodies import from_members, parse
-from kvsp_core.records import InstanceStatus, Sampler
+from kvsp_core.records import InstanceStatus, Sampler, Shard
 from kvsp_core.validation import (
     MAX_UINT32,
     check_array,
     check_base_uri,
+    check_base_uris,
     check_boolean,
     check_hex,
     check_hexes,
@@ -51,6 +52,8 @@ __all__ = [
     "ScopedPrefix",
     "SessionInfo",
     "SessionListing",
+    "ShardMapInfo",
+    "SplitRequest",
     "decode_output_line",
 ]
 
@@ -374,3 +377,51 @@ class LeaseListing:
 
     def __attrs_post_init__(self) -> None:
         check_share(self.leased_share, "leased_share")
+
+
+@attrs.frozen(kw_only=True)
+class SplitRequest:
+    """PUT ext/shards/{map}: split a context over these instances, or split it anew (decision W33).
+
+    Of a context of `token_count` tokens `block_keys` names the complete blocks. The controller chooses the
+    ranges: equal shares, so that the fewest tokens move.
+    """
+
+    compat_id: str = attrs.field(repr=False)
+    scope_id: str = attrs.field(repr=False)
+    block_keys: tuple[str, ...] = attrs.field(repr=False)
+    block_tokens: int
+    token_count: int
+    instances: tuple[str, ...]
+
+    def __attrs_post_init__(self) -> None:
+        check_hex(self.compat_id, "compat_id")
+        check_hex(self.scope_id, "scope_id", 32)
+        check_hexes(self.block_keys, "block_keys")
+        check_integer(self.block_tokens, "block_tokens", 1, MAX_UINT32)
+        check_integer(self.token_count, "token_count", 1, MAX_UINT32)
+        check_base_uris(self.instances, "instances")
+        check_array(self.instances, "instances", 1)
+        blocks = self.token_count // self.block_tokens
+        if len(self.block_keys) != blocks:
+            raise fail(f"expected the keys of the {blocks} complete blocks of the context", "block_keys")
+
+
+@attrs.frozen(kw_only=True)
+class ShardMapInfo:
+    """Answers GET and PUT ext/shards/{map}: the authoritative shards, and whether a change is under way.
+
+    `state` is ``stable``, ``preparing``, ``committing`` or ``aborting``. `planned` is the highest version
+    that was ever planned: while stable, more than `version` means that the last change was given up.
+    """
+
+    version: int
+    planned: int
+    state: str
+    shards: tuple[Shard, ...]
+
+    def __attrs_post_init__(self) -> None:
+        check_integer(self.version, "version")
+        check_integer(self.planned, "planned")
+        check_name(self.state, "state")
+        check_array(self.shards, "shards")

@@ -11,6 +11,7 @@ from typing import Final
 __all__ = [
     "CALL_TIMEOUT_MS",
     "CHECKPOINT_RETRY_MS",
+    "COPY_LEASE_MS",
     "DIRECTIVE_KEPT_MS",
     "FAULT_WITHDRAWAL_MS",
     "LEASE_QUOTA_BYTES",
@@ -78,10 +79,12 @@ __all__ = [
     "RESHARD_DEADLINE_MS",
     "RESHARD_RETRY_MS",
     "RESUME_DEADLINE_MS",
+    "RESUME_LOAD_MS",
     "RESUME_WAIT_MS",
     "SESSION_KEPT_MS",
     "STATE_RETRY_MS",
     "STATUS_RETRY_MS",
+    "UNREACHABLE_MS",
     "WARM_UP_MS",
 ]
 
@@ -208,8 +211,12 @@ MAX_PLACED_MS: Final = 60_000
 MAX_SESSION_IDLE_MS: Final = 600_000
 """How long a running session may send no checkpoint; then it has failed, since nobody serves it."""
 
-RESUME_DEADLINE_MS: Final = 5_000
-"""How long an instance may take to confirm a resume; then the next one is asked (decision W20)."""
+RESUME_DEADLINE_MS: Final = 30_000
+"""How long an instance may take to confirm a resume; then the next one is asked (decision W20). It is longer
+than loading the blocks and waiting for the prompt take together; one that fails is noticed by its status."""
+
+RESUME_LOAD_MS: Final = 12_000
+"""How long an instance loads the blocks of a session it resumes; what is missing then is computed."""
 
 RESUME_WAIT_MS: Final = 30_000
 """How long a session waits for an instance that can resume it; then it has failed."""
@@ -309,10 +316,17 @@ MAX_TIER_MOVES: Final = 4
 MAX_LEASE_KEYS: Final = 8192
 """Block keys in one lease; more is 413."""
 
+UNREACHABLE_MS: Final = 5_000
+"""How long an instance asks a holder for no further block after one request of it got no answer."""
+
+COPY_LEASE_MS: Final = 45_000
+"""How long copies of a session's blocks are kept after its instance was last heard of: longer than noticing
+that it failed and resuming the session elsewhere take together (decision W20)."""
+
 MAX_SHARD_MAPS: Final = 10_000
 """Shard maps a controller keeps; one more raises `LimitExceeded`."""
 
-RESHARD_DEADLINE_MS: Final = 10_000
+RESHARD_DEADLINE_MS: Final = 30_000
 """How long members may take to load what a reshard gives them; then it is given up (RS-5)."""
 
 MAX_MEASURED_LINKS: Final = 256

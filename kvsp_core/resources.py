@@ -30,6 +30,8 @@ from kvsp_core.ext_messages import (
     PlacementRequest,
     SessionInfo,
     SessionListing,
+    ShardMapInfo,
+    SplitRequest,
 )
 from kvsp_core.heads import LINES_MEDIA_TYPE, Request, Response, media_type
 from kvsp_core.identity import CompatibilityDescriptor
@@ -84,10 +86,12 @@ __all__ = [
     "CreateLease",
     "DeleteSession",
     "DescribeIndex",
+    "EndShardMap",
     "GetBlock",
     "GetDescriptor",
     "GetDirective",
     "GetSession",
+    "GetShardMap",
     "HeadBlock",
     "ListInstances",
     "ListLeases",
@@ -110,6 +114,7 @@ __all__ = [
     "ResumeSession",
     "RoleName",
     "Router",
+    "SplitContext",
     "StoreBlock",
     "StreamOutput",
     "WithdrawReplica",
@@ -321,6 +326,27 @@ class ChangeInstanceState:
     instance_id: str
 
 
+@attrs.frozen
+class SplitContext:
+    """Ours, for operators: split a context over instances, or split it anew."""
+
+    map: str = attrs.field(repr=False)
+
+
+@attrs.frozen
+class GetShardMap:
+    """Ours, for operators: ask how a context is split."""
+
+    map: str = attrs.field(repr=False)
+
+
+@attrs.frozen
+class EndShardMap:
+    """Ours, for operators: have the members let go of a context."""
+
+    map: str = attrs.field(repr=False)
+
+
 Operation: TypeAlias = (
     Lookup
     | PublishReplica
@@ -350,6 +376,9 @@ Operation: TypeAlias = (
     | DescribeIndex
     | ListLeases
     | ChangeInstanceState
+    | SplitContext
+    | GetShardMap
+    | EndShardMap
 )
 
 
@@ -438,6 +467,9 @@ RESOURCES: Final[tuple[Resource, ...]] = (
     Resource(_HOLDER, "GET", "ext/leases", ListLeases, answer=LeaseListing, answer_limit_bytes=64 * _MIB),
     Resource(_PC, "PUT", "ext/instances/{instance_id}/state", ChangeInstanceState,
              StateChange, 16 * _KIB, StatusAnswer),
+    Resource(_PC, "PUT", "ext/shards/{map}", SplitContext, SplitRequest, 16 * _MIB, ShardMapInfo, 1 * _MIB),
+    Resource(_PC, "GET", "ext/shards/{map}", GetShardMap, answer=ShardMapInfo, answer_limit_bytes=1 * _MIB),
+    Resource(_PC, "DELETE", "ext/shards/{map}", EndShardMap),
 )
 # fmt: on
 

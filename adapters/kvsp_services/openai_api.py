@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Final, Protocol, TypeAlias
 
+import anyio
 import attrs
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -36,6 +37,8 @@ __all__ = [
 MAX_BODY_BYTES: Final = 4 << 20
 MAX_STOPS: Final = 4
 DEFAULT_MAX_TOKENS: Final = 256
+CLIENT_GONE: Final = 499
+"""What nobody receives."""
 
 
 @attrs.frozen(kw_only=True)
@@ -171,9 +174,8 @@ class _Api:
     async def _answer(self, request: Request, *, chat: bool) -> Response:
         try:
             asked = self._read(await _json_body(request), chat)
-            if asked.stream:
-                return await self._streamed(asked)
-            return await self._whole(asked)
+            answer = self._streamed(asked) if asked.stream else self._whole(asked)
+            return await _while_connected(request, answer)
         except _Refusal as refusal:
             return refusal.response
 
@@ -370,6 +372,28 @@ class _Answer:
         }
 
 
+async def _while_connected(request: Request, answer: Coroutine[None, None, Response]) -> Response:
+    """Return the answer, or give up making it as soon as its client has gone."""
+    refusal: _Refusal | None = None
+    response = Response(status_code=CLIENT_GONE)
+    async with anyio.create_task_group() as tasks:
+
+        async def watch() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            tasks.cancel_scope.cancel()
+
+        tasks.start_soon(watch)
+        try:
+            response = await answer
+        except _Refusal as error:
+            refusal = error
+        tasks.cancel_scope.cancel()
+    if refusal is not None:
+        raise refusal
+    return response
+
+
 async def _json_body(request: Request) -> Mapping[str, Any]:
     octets = bytearray()
     async for piece in request.stream():
@@ -383,18 +407,6 @@ async def _json_body(request: Request) -> Mapping[str, Any]:
     if not isinstance(body, dict):
         raise _Refusal(400, "the body must be a JSON object")
     return body
-
-
-def _plain_content(content: object) -> str | None:
-    """Return the text of a message's content, or None where it is anything but text."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        return None
-    texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
-    if len(texts) != len(content) or not all(isinstance(text, str) for text in texts):
-        return None
-    return "".join(map(str, texts))
 
 
 def _number(

@@ -48,7 +48,9 @@ from kvsp_core.resources import (
     ChangeInstanceState,
     ChangeState,
     DeleteSession,
+    EndShardMap,
     GetSession,
+    GetShardMap,
     ListInstances,
     ListSessions,
     Operation,
@@ -58,6 +60,7 @@ from kvsp_core.resources import (
     ReportStatus,
     ResumeSession,
     RoleName,
+    SplitContext,
 )
 from kvsp_core.roles.authorization import Permission, Policy, authorize
 from kvsp_core.roles.controller_maps import AbortCall, CommitCall, PlanCall, ShardMaps
@@ -73,6 +76,7 @@ from kvsp_core.roles.controller_placement import (
 )
 from kvsp_core.roles.controller_sessions import Sessions
 from kvsp_core.roles.controller_settings import ControllerSettings
+from kvsp_core.roles.controller_shards import serve_shards
 from kvsp_core.roles.controller_store import (
     MapContext,
     epoch_write,
@@ -314,6 +318,8 @@ class Controller:
                 self._work.emit(answer(asked.request_id, listing))
             case ChangeInstanceState():
                 self._change_state(asked, now_ms)
+            case SplitContext() | GetShardMap() | EndShardMap():
+                self._work.emit(serve_shards(self._maps, asked, self.policy, now_ms))
             case _:
                 raise AssertionError("the router gives a controller its own resources only")
 

@@ -15,6 +15,7 @@ import attrs
 
 from kvsp_core.answers import read_outcome
 from kvsp_core.errors import LimitExceeded, LocalProtocolError
+from kvsp_core.ext_messages import ShardMapInfo
 from kvsp_core.limits import (
     CALL_TIMEOUT_MS,
     MAX_SHARD_BLOCK_KEYS,
@@ -107,6 +108,42 @@ class ShardMaps:
         group = self._groups.get(map_id)
         return group.state.map if group else None
 
+    @property
+    def is_full(self) -> bool:
+        """Whether no further map can be made."""
+        return len(self._groups) >= self._max_maps
+
+    def context(self, map_id: str) -> MapContext:
+        """Return the context that a known map splits."""
+        return self._groups[map_id].context
+
+    def lost(self, map_id: str) -> frozenset[str]:
+        """Return the members whose data is gone and not computed anew yet."""
+        group = self._groups.get(map_id)
+        return group.state.lost if group else frozenset()
+
+    def is_stable(self, map_id: str) -> bool:
+        """Return whether no change of a map is under way; so it is with one that is not known."""
+        group = self._groups.get(map_id)
+        return group is None or isinstance(group.state, m.Stable)
+
+    def unfit(self, map_id: str, instances: Iterable[str], context: MapContext) -> str | None:
+        """Return the first of these instances that may not get ranges of a map: it has none, and is not
+        active (LC-2), or has no part in the context's scope or model."""
+        current = self.get(map_id)
+        held = {shard.instance for shard in current.shards} if current else frozenset[str]()
+        return next((i for i in instances if i not in held and not self._may_take(i, context)), None)
+
+    def info(self, map_id: str) -> ShardMapInfo:
+        """Return what an operator may see of a known map."""
+        state = self._groups[map_id].state
+        return ShardMapInfo(
+            version=state.map.version,
+            planned=state.highest,
+            state=type(state).__name__.lower(),
+            shards=state.map.shards,
+        )
+
     def next_deadline_ms(self) -> int | None:
         """Return when `fire` is next due, or None. It may be early."""
         return self._alarms.next_ms()
@@ -124,15 +161,12 @@ class ShardMaps:
         if len(context.block_keys) > MAX_SHARD_BLOCK_KEYS:
             raise LimitExceeded(f"a map has at most {MAX_SHARD_BLOCK_KEYS} blocks; use larger blocks")
         group = self._groups.get(map_id)
-        held = {shard.instance for shard in group.state.map.shards} if group else set[str]()
-        for instance in {shard.instance for shard in shards} - held:
-            if not self._may_take(instance, context):
-                raise LocalProtocolError(
-                    f"{instance} is not active, or has no part in the scope or the model, so it gets no "
-                    "ranges (LC-2)"
-                )
+        if (unfit := self.unfit(map_id, {shard.instance: None for shard in shards}, context)) is not None:
+            raise LocalProtocolError(
+                f"{unfit} is not active, or has no part in the scope or the model: no ranges (LC-2)"
+            )
         if group is None:
-            if len(self._groups) >= self._max_maps:
+            if self.is_full:
                 raise LimitExceeded(f"a controller keeps at most {self._max_maps} shard maps; end some")
             group = _Group(context, m.Stable(map=ShardMap(map=map_id, version=0, shards=())))
         event = m.Begin(shards=shards, block_tokens=context.block_tokens, deadline_ms=self._deadline_ms)

@@ -489,6 +489,7 @@ class Holder:
         if granted is not None:
             self._granted[asked.request_id] = asked.client, granted
             self._blocks.in_use(blocks)
+            self._work.observe("kvsp_leased_blocks", len(blocks))
 
     def _may_lease(self, asked: Asked, block: str) -> bool:
         # Asked for what nobody has too, so that it takes as long as for what is another tenant's.

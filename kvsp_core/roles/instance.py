@@ -23,6 +23,7 @@ from kvsp_core.answers import read_answer
 from kvsp_core.errors import RemoteProtocolError
 from kvsp_core.ext_messages import AttendRequest, OutputRequest
 from kvsp_core.identity import CompatibilityDescriptor, Scope, component_id
+from kvsp_core.limits import COPY_LEASE_MS, RESUME_LOAD_MS
 from kvsp_core.machines import lifecycle, prefetch
 from kvsp_core.machines.lifecycle import InstanceLifecycle
 from kvsp_core.machines.prefetch import PrefetchLimits, PrefetchTable
@@ -93,8 +94,8 @@ class InstanceSettings:
     status_ttl_ms: int = 3_000
     report_to_index: bool = False
     sleep_after_ms: int | None = None
-    copy_lease_ms: int = 30_000
-    resume_load_ms: int = 10_000
+    copy_lease_ms: int = COPY_LEASE_MS
+    resume_load_ms: int = RESUME_LOAD_MS
     shard_load_ms: int = 30_000
     call_timeout_ms: int = 5_000
     fetch_timeout_ms: int = 30_000

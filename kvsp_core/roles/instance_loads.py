@@ -7,6 +7,7 @@ directives.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 
 import attrs
@@ -15,6 +16,7 @@ from kvsp_core.answers import read_answer, read_outcome
 from kvsp_core.container_header import ContainerHeader
 from kvsp_core.errors import RemoteProtocolError
 from kvsp_core.identity import CompatibilityDescriptor, component_id
+from kvsp_core.limits import MAX_MEASURED_LINKS, UNREACHABLE_MS
 from kvsp_core.machines import prefetch, prefetch_load, retrieval
 from kvsp_core.machines.prefetch import PrefetchTable
 from kvsp_core.messages import (
@@ -123,9 +125,22 @@ class Loads:
         self._stores: dict[int, int] = {}  # ticket -> job
         self._pinned: dict[str, BlockName] = {}
         self._ended: list[prefetch.Ended] = []
+        # Holders that gave no answer, the longest ago first, and until when they are passed over; loads
+        # that are to be told so.
+        self._unreachable_until_ms: dict[str, int] = {}
+        self._passed_over: deque[tuple[int, str]] = deque()
 
     def handle(self, event: prefetch.Event, now_ms: int) -> tuple[prefetch.Effect, ...]:
         """Let something happen to the table; return how it answers a directive that was submitted."""
+        answers = self._take(event, now_ms)
+        while self._passed_over:
+            job, holder = self._passed_over.popleft()
+            refused = prefetch_load.LeaseRefused(holder, None)
+            answers += self._take(prefetch.LoadReport(job, refused), now_ms)
+        return tuple(answers)
+
+    def _take(self, event: prefetch.Event, now_ms: int) -> list[prefetch.Effect]:
+        self._forget_unreachable(now_ms)
         answers: list[prefetch.Effect] = []
         for effect in self.table.handle(event, now_ms):
             match effect:
@@ -135,7 +150,7 @@ class Loads:
                     self._ended.append(effect)
                 case _:
                     self._carry_out(effect, now_ms)
-        return tuple(answers)
+        return answers
 
     def begin(
         self,
@@ -232,6 +247,8 @@ class Loads:
 
     def _for_load(self, job: int, key: str, effect: prefetch_load.Effect, now_ms: int) -> None:
         match effect:
+            case prefetch_load.AcquireLease(holder) if holder in self._unreachable_until_ms:
+                self._passed_over.append((job, holder))
             case prefetch_load.AcquireLease(holder, ttl_ms):
                 self._work.call(
                     holder,
@@ -319,13 +336,31 @@ class Loads:
                 self._lookups.pop(directive, None)
                 self.handle(self._looked_up(directive, item), now_ms)
             case _LeaseFor(job=job, holder=holder):
+                self._note_reachable(holder, item, now_ms)
                 if isinstance(item, AnswerReceived):
                     self._meter.answered(holder, now_ms - purpose.asked_ms)
                 self._report(job, _lease_outcome(holder, item), now_ms)
-            case _FetchFor():
+            case _FetchFor(holder=holder):
+                self._note_reachable(holder, item, now_ms)
                 self._fetched(purpose, item, now_ms)
             case _Notice():
                 pass
+
+    def _note_reachable(
+        self, holder: str, item: AnswerReceived | BlockReceived | CallFailed, now_ms: int
+    ) -> None:
+        """Take note whether a holder answers. One that does not is passed over for a while: each block would
+        wait for it anew, and all that a dead instance held would come too late."""
+        self._unreachable_until_ms.pop(holder, None)
+        if isinstance(item, CallFailed):
+            self._unreachable_until_ms[holder] = now_ms + UNREACHABLE_MS
+            self._forget_unreachable(now_ms)
+
+    def _forget_unreachable(self, now_ms: int) -> None:
+        """Ask those again whose time is over, or, where there are many, who was passed over first."""
+        known = self._unreachable_until_ms
+        while known and (known[first := next(iter(known))] <= now_ms or len(known) > MAX_MEASURED_LINKS):
+            del known[first]
 
     def _looked_up(
         self, directive: str, item: AnswerReceived | BlockReceived | CallFailed

@@ -29,6 +29,7 @@ COMMANDS: Final = {
     "pki": "kvsp_services.cli.pki:pki",
     "purge": "kvsp_services.cli.storage:purge",
     "put": "kvsp_services.cli.data:put",
+    "reshard": "kvsp_services.cli.operator:reshard",
     "scope": "kvsp_services.cli.values:scope",
     "serve": "kvsp_services.cli.serve:serve",
     "sessions": "kvsp_services.cli.operator:sessions",

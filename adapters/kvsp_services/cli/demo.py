@@ -5,12 +5,15 @@ from __future__ import annotations
 import tempfile
 import time
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 import click
 
 from kvsp_core.errors import KVSPError
 from kvsp_services.config import LoopName
+
+if TYPE_CHECKING:
+    from kvsp_services.demo.steps import Step
 
 __all__ = ["demo"]
 
@@ -80,7 +83,8 @@ def _check_memory() -> None:
 def _run(directory: Path, model_dir: Path, fast: bool, loop: str, report_file: Path) -> int:
     from kvsp_services.demo.cluster import Cluster
     from kvsp_services.demo.report import report
-    from kvsp_services.demo.story import FAST, REAL, Step, Story, document
+    from kvsp_services.demo.steps import FAST, REAL
+    from kvsp_services.demo.story import Story, document
     from kvsp_services.demo.watching import Watcher
 
     began = time.monotonic()
@@ -100,22 +104,14 @@ def _run(directory: Path, model_dir: Path, fast: bool, loop: str, report_file: P
     report_file.write_text(report(title, steps, watcher.samples, watcher.marks))
     checks = [check for step in steps for check in step.checks]
     held = sum(check.held for check in checks)
-    not_built = sum(bool(step.not_built) for step in steps)
     click.echo(
-        f"\n{held} of {len(checks)} checks held"
-        + (f", {not_built} step not built" if not_built else "")
-        + f", in {time.monotonic() - began:.0f} s; report: {report_file}"
+        f"\n{held} of {len(checks)} checks held, in {time.monotonic() - began:.0f} s; report: {report_file}"
     )
     return 0 if held == len(checks) else 1
 
 
-def _lines(step: object) -> list[str]:
-    from kvsp_services.demo.story import Step
-
-    assert isinstance(step, Step)
+def _lines(step: Step) -> list[str]:
     lines = [f"\n{step.number}. {step.title}  ({step.took_s:.1f} s)"]
-    if step.not_built:
-        lines.append(f"   not built: {step.not_built}")
     if step.figures:
         width = max(len(row[0]) for row in step.figures)
         lines.append(f"   {'':<{width}}  {'first':>9}  {'second':>9}")

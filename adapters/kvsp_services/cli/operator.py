@@ -1,20 +1,46 @@
-"""``kvsp status``, ``sessions``, ``drain``, ``wake``, ``index`` and ``leases``: what operators look at and do
-(decision W33).
+"""``kvsp status``, ``sessions``, ``drain``, ``wake``, ``index``, ``leases`` and ``reshard``: what operators
+look at and do (decision W33).
 """
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+from typing import BinaryIO
+
 import click
 
-from kvsp_core.ext_messages import IndexInfo, InstanceInfo, InstanceListing, LeaseListing, SessionListing
+from kvsp_client.files import read_scope
+from kvsp_core.block_keys import block_keys
+from kvsp_core.bodies import decode
+from kvsp_core.errors import KVSPError
+from kvsp_core.ext_messages import (
+    IndexInfo,
+    InstanceInfo,
+    InstanceListing,
+    LeaseListing,
+    SessionListing,
+    ShardMapInfo,
+    SplitRequest,
+)
 from kvsp_core.identity import component_id
 from kvsp_core.messages import StateChange, StatusAnswer
-from kvsp_core.resources import ChangeInstanceState, DescribeIndex, ListInstances, ListLeases, ListSessions
+from kvsp_core.resources import (
+    ChangeInstanceState,
+    DescribeIndex,
+    EndShardMap,
+    GetShardMap,
+    ListInstances,
+    ListLeases,
+    ListSessions,
+    SplitContext,
+)
 from kvsp_h2 import Credentials
-from kvsp_services.asking import ask_for
+from kvsp_services.asking import Asker, ask_for, expect_success
 from kvsp_services.cli.connection import as_json_option, show_json, show_table, with_credentials
+from kvsp_services.cli.values import read_descriptor, read_tokens
 
-__all__ = ["drain", "index", "leases", "sessions", "status", "wake"]
+__all__ = ["drain", "index", "leases", "reshard", "sessions", "status", "wake"]
 
 _controller = click.option("--controller", envvar="KVSP_CONTROLLER", required=True, help="Its base URI.")
 
@@ -115,3 +141,88 @@ def leases(credentials: Credentials, holder: str, as_json: bool) -> None:
     rows = [(n.client, n.blocks, n.size_bytes, n.ttl_ms) for n in listing.leases]
     show_table(("client", "blocks", "octets", "ms left"), rows)
     click.echo(f"{listing.leased_share * 100:.0f} % of the holder's octets are leased")
+
+
+_WAIT_S = 120.0
+_FILE = click.Path(exists=True, path_type=Path)
+
+
+@click.command()
+@click.argument("map_id", metavar="MAP")
+@click.argument("instances", nargs=-1)
+@_controller
+@click.option("--descriptor", type=click.File("rb"), help="A JSON file.")
+@click.option("--scope-key-file", type=_FILE, help="At least 32 octets, or 64 hex digits.")
+@click.option("--tokens", type=click.File("rb"), help="The context: a JSON array; - for standard input.")
+@click.option("--end", is_flag=True, help="Have the members let go of the context.")
+@as_json_option
+@with_credentials
+def reshard(
+    credentials: Credentials,
+    map_id: str,
+    instances: tuple[str, ...],
+    controller: str,
+    descriptor: BinaryIO | None,
+    scope_key_file: Path | None,
+    tokens: BinaryIO | None,
+    end: bool,
+    as_json: bool,
+) -> None:
+    """Split a context over INSTANCES (their base URIs), or split it anew, and wait until it is done.
+
+    MAP names the split; without instances the split of that name is shown. What an instance keeps of the
+    context does not move. A change that a member refuses is given up: all stays as it was, and the exit
+    status is 1.
+    """
+    with Asker(credentials) as asker:
+        if end:
+            expect_success(controller, asker.ask(controller, EndShardMap(map_id)))
+        elif instances:
+            if descriptor is None or scope_key_file is None or tokens is None:
+                raise click.UsageError(
+                    "a context is told by --descriptor, --scope-key-file and --tokens; give all three"
+                )
+            request = _split_request(descriptor, scope_key_file, tokens, instances)
+            asker.ask_for(ShardMapInfo, controller, SplitContext(map_id), request)
+        info = _settled(asker, controller, map_id, ended=end)
+    if info is None:
+        click.echo(f"{map_id}: ended")
+    elif as_json:
+        show_json(info)
+    else:
+        rows = [(*shard.tokens, shard.instance) for shard in info.shards]
+        show_table(("first", "end", "instance"), rows)
+        click.echo(f"version {info.version}")
+    if info is not None and (end or (info.planned > info.version and instances)):
+        raise KVSPError(f"{map_id}: a member refused the change; all is as it was")
+
+
+def _split_request(
+    descriptor: BinaryIO, scope_key_file: Path, tokens: BinaryIO, instances: tuple[str, ...]
+) -> SplitRequest:
+    model, scope, context = read_descriptor(descriptor), read_scope(scope_key_file), read_tokens(tokens)
+    keys, _ = block_keys(scope, model, context)
+    return SplitRequest(
+        compat_id=model.compat_id,
+        scope_id=scope.scope_id,
+        block_keys=tuple(key.hex() for key in keys),
+        block_tokens=model.block_tokens,
+        token_count=len(context),
+        instances=instances,
+    )
+
+
+def _settled(asker: Asker, controller: str, map_id: str, *, ended: bool) -> ShardMapInfo | None:
+    """Return the map once no change is under way; None where it has ended, as was asked for."""
+    until = time.monotonic() + _WAIT_S
+    while True:
+        answer = asker.ask(controller, GetShardMap(map_id))
+        if ended and answer.response.status == 404:
+            return None
+        expect_success(controller, answer)
+        info = decode(ShardMapInfo, answer.body)
+        if info.state == "stable":
+            return info
+        if time.monotonic() > until:
+            raise KVSPError(f"{map_id}: still {info.state} after {_WAIT_S:.0f} s; look again later")
+        time.sleep(0.1)

@@ -11,13 +11,15 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
 import attrs
 
@@ -26,10 +28,17 @@ from kvsp_client.model_dir import descriptor_of_directory
 from kvsp_core.errors import KVSPError
 from kvsp_core.ext_messages import IndexInfo, InstanceListing, LeaseListing, SessionListing
 from kvsp_core.identity import CompatibilityDescriptor, Scope, component_id
-from kvsp_core.messages import StateChange, StatusAnswer
-from kvsp_core.resources import ChangeInstanceState, DescribeIndex, ListInstances, ListLeases, ListSessions
+from kvsp_core.messages import LookupAnswer, LookupRequest, StateChange, StatusAnswer
+from kvsp_core.resources import (
+    ChangeInstanceState,
+    DescribeIndex,
+    ListInstances,
+    ListLeases,
+    ListSessions,
+    Lookup,
+)
 from kvsp_h2 import Credentials
-from kvsp_services.asking import ask_for
+from kvsp_services.asking import Asker
 from kvsp_services.pki import init_ca, issue
 
 __all__ = ["INSTANCES", "Cluster", "Member"]
@@ -44,7 +53,9 @@ _ROLES: Final[Mapping[str, tuple[str, ...]]] = {
     "operator": ("operator",),
 }
 """Who is what, as the policy says it."""
-_START_S: Final = 60.0
+_START_S: Final = 120.0
+_ANSWER_S: Final = 30.0
+_KVSP: Final = (sys.executable, "-m", "kvsp_services.cli")
 _MEMORY_BYTES: Final = 1 << 30
 
 
@@ -69,7 +80,7 @@ class Member:
         """Return whether it says that it is ready."""
         try:
             with urllib.request.urlopen(
-                f"http://{self.host}:{self.monitoring_port}/ready", timeout=5
+                f"http://{self.host}:{self.monitoring_port}/ready", timeout=_ANSWER_S
             ) as answer:
                 return bool(answer.status == 200)
         except (OSError, urllib.error.URLError):
@@ -78,7 +89,7 @@ class Member:
     def exposition(self) -> str:
         """Return its metrics as they are exposed."""
         with urllib.request.urlopen(
-            f"http://{self.host}:{self.monitoring_port}/metrics", timeout=5
+            f"http://{self.host}:{self.monitoring_port}/metrics", timeout=_ANSWER_S
         ) as answer:
             text: str = answer.read().decode()
         return text
@@ -100,7 +111,7 @@ class Cluster:
     A context: entering starts all of them, leaving stops them. `model_dir` is the model they serve.
     """
 
-    def __init__(self, directory: Path, model_dir: Path, *, loop: str = "trio", status_ttl_ms: int = 1500):
+    def __init__(self, directory: Path, model_dir: Path, *, loop: str = "trio", status_ttl_ms: int = 3000):
         self.directory = directory
         self.model_dir = model_dir.resolve()
         self._loop = loop
@@ -127,6 +138,7 @@ class Cluster:
         self.api_url = f"http://127.0.0.1:{self.api_port}/v1"
         self.descriptor: CompatibilityDescriptor = descriptor_of_directory(self.model_dir)
         self.scope: Scope
+        self._asking, self._askers, self._kept = threading.Lock(), dict[str, Asker](), ExitStack()
         self._prepare()
 
     # What it is made of; clusters of another kind may want some of it otherwise
@@ -137,7 +149,7 @@ class Cluster:
 
     def command(self, member: Member) -> list[str]:
         """Return what runs a member."""
-        return [sys.executable, "-m", "kvsp_services.cli", "serve", str(member.config)]
+        return [*_KVSP, "serve", str(member.config)]
 
     def _prepare(self) -> None:
         directory = self.directory
@@ -235,10 +247,13 @@ class Cluster:
     def launch(self, name: str, environment: Mapping[str, str] = MappingProxyType({})) -> None:
         """Start a process, with these environment variables besides those there are."""
         member = self.members[name]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment}
         with member.log.open("ab") as log:
             member.process = subprocess.Popen(
-                self.command(member), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
+                self.command(member),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**_environment(), **environment},
             )
 
     def wait_ready(self, name: str) -> None:
@@ -250,6 +265,19 @@ class Cluster:
                 last = (member.log.read_text().splitlines() or ["it said nothing"])[-1]
                 raise KVSPError(f"{name} did not start: {last}")
             time.sleep(0.05)
+
+    def restart(self, name: str, seconds: float) -> None:
+        """Start a process again, and wait until it is ready; an instance also until the controller has heard
+        of its new incarnation."""
+        before = self._epoch_of(name) if name in INSTANCES else 0
+        self.launch(name)
+        self.wait_ready(name)
+        if name in INSTANCES:
+            wait_until(lambda: self._epoch_of(name) > before, seconds, f"{name} to report")
+
+    def _epoch_of(self, name: str) -> int:
+        known = self.instances().instances
+        return next((info.epoch for info in known if info.instance == self.uris[name]), 0)
 
     def wait_active(self, names: Iterable[str], seconds: float = 30) -> float:
         """Wait until the controller holds these instances for active; return how long it took."""
@@ -267,8 +295,16 @@ class Cluster:
         process.send_signal(signal.SIGKILL)
         process.wait()
 
+    def terminate(self, name: str, seconds: float) -> tuple[int, str]:
+        """Stop a process in order; return its exit status, and the last line of its log."""
+        member = self.members[name]
+        assert member.process is not None
+        member.process.terminate()
+        return member.process.wait(seconds), member.log.read_text().splitlines()[-1]
+
     def close(self) -> None:
         """Stop all processes, in the end by force."""
+        self._kept.close()
         running = [m.process for m in self.members.values() if m.process is not None and m.alive()]
         for process in running:
             process.terminate()
@@ -282,35 +318,66 @@ class Cluster:
 
     # What an operator sees and does
 
+    def shell(self, *arguments: str) -> str:
+        """Run a command of ``kvsp`` as the operator; return what it says. A failure is a `KVSPError`."""
+        certificate = ("--certificate", str(self.directory / "operator.pem"))
+        done = subprocess.run(
+            [*_KVSP, *arguments, *certificate], env=_environment(), capture_output=True, text=True
+        )
+        if done.returncode:
+            raise KVSPError(f"kvsp {arguments[0]}: {done.stderr.strip() or done.returncode}")
+        return done.stdout
+
+    def as_(self, name: str) -> Asker:
+        """Return what asks with the certificate of a member, or of the operator."""
+        with self._asking:
+            if name not in self._askers:
+                folder = self.directory
+                credentials = Credentials(folder / f"{name}.pem", folder / f"{name}.key", folder / "ca.pem")
+                self._askers[name] = self._kept.enter_context(Asker(credentials))
+            return self._askers[name]
+
     @property
-    def credentials(self) -> Credentials:
-        """The operator's."""
-        folder = self.directory
-        return Credentials(folder / "operator.pem", folder / "operator.key", folder / "ca.pem")
+    def operator(self) -> Asker:
+        """What asks as the operator."""
+        return self.as_("operator")
 
     def instances(self) -> InstanceListing:
         """Return the controller's view of the instances."""
-        return ask_for(InstanceListing, self.credentials, self.uris["controller"], ListInstances())
+        return self.operator.ask_for(InstanceListing, self.uris["controller"], ListInstances())
 
     def sessions(self) -> SessionListing:
         """Return the controller's sessions."""
-        return ask_for(SessionListing, self.credentials, self.uris["controller"], ListSessions())
+        return self.operator.ask_for(SessionListing, self.uris["controller"], ListSessions())
 
-    def index(self) -> IndexInfo:
-        """Return how much the index holds."""
-        return ask_for(IndexInfo, self.credentials, self.uris["index"], DescribeIndex())
+    def records_of(self, name: str) -> int:
+        """Return how many records a holder has at the index."""
+        info = self.operator.ask_for(IndexInfo, self.uris["index"], DescribeIndex())
+        return sum(holder.records for holder in info.holders if holder.holder == self.uris[name])
+
+    def idle(self) -> bool:
+        """Return whether no session is under way, and every active instance reports that it does nothing."""
+        if any(s.state in ("placed", "running", "resuming") for s in self.sessions().sessions):
+            return False
+        reports = [i.status for i in self.instances().instances if i.state == "active"]
+        return all(report is not None and not report.running and not report.queued for report in reports)
+
+    def found(self, keys: Sequence[str]) -> int:
+        """Return how many leading blocks of a prefix the index finds."""
+        body = LookupRequest(
+            compat_id=self.descriptor.compat_id, scope_id=self.scope.scope_id, block_keys=tuple(keys)
+        )
+        return self.operator.ask_for(LookupAnswer, self.uris["index"], Lookup(), body).matched
 
     def leases(self, name: str) -> LeaseListing:
         """Return the leases at a holder."""
-        return ask_for(LeaseListing, self.credentials, self.uris[name], ListLeases())
+        return self.operator.ask_for(LeaseListing, self.uris[name], ListLeases())
 
     def ask_state(self, name: str, state: str) -> str:
         """Ask for a state of an instance, by its controller."""
         operation = ChangeInstanceState(component_id(self.uris[name]))
-        answer = ask_for(
-            StatusAnswer, self.credentials, self.uris["controller"], operation, StateChange(state=state)
-        )
-        return answer.state
+        change, controller = StateChange(state=state), self.uris["controller"]
+        return self.operator.ask_for(StatusAnswer, controller, operation, change).state
 
     def state_of(self, name: str) -> str:
         """Return the state of an instance as the controller knows it."""
@@ -321,7 +388,7 @@ class Cluster:
         return next((name for name, uri in self.uris.items() if uri == base_uri), "nobody")
 
 
-def wait_until(condition: Any, seconds: float, what: str) -> float:
+def wait_until(condition: Callable[[], object], seconds: float, what: str) -> float:
     """Wait until a condition holds; return how long it took. Raises `KVSPError` where it never does."""
     began = time.monotonic()
     while True:
@@ -333,6 +400,10 @@ def wait_until(condition: Any, seconds: float, what: str) -> float:
         if time.monotonic() - began > seconds:
             raise KVSPError(f"waited {seconds:.0f} s for {what}, in vain")
         time.sleep(0.05)
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 def _free_ports(count: int) -> list[int]:

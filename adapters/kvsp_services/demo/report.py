@@ -7,7 +7,7 @@ from html import escape
 from typing import Final
 
 from kvsp_services.demo.cluster import INSTANCES
-from kvsp_services.demo.story import Step
+from kvsp_services.demo.steps import Step
 from kvsp_services.demo.watching import Mark, Sample
 
 __all__ = ["report"]
@@ -23,6 +23,17 @@ _STATES: Final = {
     "failed": "#d64545",
 }
 _OWNERS: Final = {"alpha": "#4c78a8", "beta": "#f58518", "gamma": "#b279a2", "nobody": "#c9ced6"}
+_HOLDERS: Final = {"cache": "#2b8a99", **{name: _OWNERS[name] for name in INSTANCES}}
+_SIGNS: Final = {
+    "kill -9": "\u2715",
+    "started": "\u25b2",
+    "prefetched": "\u21e3",
+    "shard": "\u25c6",
+    "drain": "\u25bd",
+    "wake": "\u25b3",
+    "SIGTERM": "\u25a0",
+}
+"""What the demonstration did to a process, and the sign for it."""
 _LEFT, _WIDTH, _ROW = 110, 860, 20
 _STYLE: Final = """
 :root { color-scheme: light }
@@ -32,6 +43,9 @@ h1 { font-size: 1.5rem; margin-bottom: 0 } h2 { font-size: 1.1rem; margin: 2rem 
 table { border-collapse: collapse; width: 100%; margin: .4rem 0 }
 td, th { text-align: left; padding: .25rem .8rem .25rem 0; border-bottom: 1px solid #e3e7ee;
 vertical-align: top }
+table.checks { table-layout: fixed }
+.checks td:first-child { width: 6rem } .checks td:nth-child(2) { width: 47% }
+table.figures { width: auto } .figures td { min-width: 7rem; font-variant-numeric: tabular-nums }
 .ok { color: #1f7a48; font-weight: 600 } .no { color: #b3261e; font-weight: 600 } .muted { color: #5c6675 }
 svg { width: 100%; height: auto; font: 12px system-ui, sans-serif } svg text { fill: #1d2430 }
 .key span { display: inline-block; width: .8rem; height: .8rem; border-radius: 2px; margin: 0 .3rem 0 1rem;
@@ -43,8 +57,7 @@ def report(title: str, steps: Sequence[Step], samples: Sequence[Sample], marks: 
     """Return the page."""
     held = sum(check.held for step in steps for check in step.checks)
     made = sum(len(step.checks) for step in steps)
-    missing = [step for step in steps if step.not_built]
-    verdict = f"{held} of {made} checks held" + (f"; {len(missing)} step not built" if missing else "")
+    verdict = f"{held} of {made} checks held"
     parts = [
         "<!doctype html><html lang='en'><meta charset='utf-8'>",
         "<meta name='viewport' content='width=device-width'>",
@@ -61,14 +74,12 @@ def report(title: str, steps: Sequence[Step], samples: Sequence[Sample], marks: 
 
 def _step(step: Step) -> str:
     lines = [f"<h2>{step.number}. {escape(step.title)} <span class='muted'>{step.took_s:.1f} s</span></h2>"]
-    if step.not_built:
-        lines.append(f"<p class='muted'>Not built: {escape(step.not_built)}.</p>")
     if step.figures:
-        lines.append("<table><tr><th><th>first<th>second")
+        lines.append("<table class='figures'><tr><th><th>first<th>second")
         lines += [f"<tr><td>{escape(a)}<td>{escape(b)}<td>{escape(c)}" for a, b, c in step.figures]
         lines.append("</table>")
     if step.checks:
-        lines.append("<table>")
+        lines.append("<table class='checks'>")
         for check in step.checks:
             word, css = ("held", "ok") if check.held else ("did not hold", "no")
             lines.append(
@@ -85,9 +96,11 @@ def _key() -> str:
 
     states = [(name, colour) for name, colour in _STATES.items() if name not in ("failed", "starting")]
     owners = [(name, colour) for name, colour in _OWNERS.items() if name != "nobody"]
+    signs = " &ensp; ".join(f"{sign} {what}" for what, sign in _SIGNS.items())
     return (
-        f"<p class='key muted'>Processes:{spans(states)}<br>Sessions, by the instance that has them:"
-        f"{spans(owners)}<br>Leases: blocks kept from eviction for somebody, at each holder.</p>"
+        f"<p class='key muted'>Processes:{spans(states)}<br>What was done to them: &ensp; {signs}"
+        f"<br>Sessions, by the instance that has them:{spans(owners)}"
+        f"<br>Blocks under lease, by the holder that keeps them from eviction:{spans(_HOLDERS.items())}</p>"
     )
 
 
@@ -105,13 +118,15 @@ def _timeline(samples: Sequence[Sample], marks: Sequence[Mark]) -> str:
         return _LEFT + _WIDTH * at_s / end_s
 
     svg = [f"<svg viewBox='0 0 {_LEFT + _WIDTH + 10} {height}' role='img' aria-label='timeline'>"]
-    for mark in marks:
-        if not mark.process:
-            svg.append(
-                f"<line x1='{x(mark.at_s):.1f}' x2='{x(mark.at_s):.1f}' y1='18' y2='{height - 20}'"
-                f" stroke='#c9ced6' stroke-dasharray='3 3'/><text x='{x(mark.at_s) + 2:.1f}' y='14'>"
-                f"{escape(mark.what)}</text>"
-            )
+    begins = [mark for mark in marks if not mark.process]
+    for number, mark in enumerate(begins):
+        left = x(mark.at_s)
+        right = x(begins[number + 1].at_s if number + 1 < len(begins) else end_s)
+        shade = "#f3f5f9" if number % 2 else "#fafbfd"
+        svg.append(
+            f"<rect x='{left:.1f}' width='{right - left:.1f}' y='2' height='{height - 22}' fill='{shade}'/>"
+            f"<text x='{(left + right) / 2:.1f}' y='15' text-anchor='middle'>{escape(mark.what)}</text>"
+        )
     tops = {}
     for row, name in enumerate(_LANES):
         tops[name] = top = 24 + _ROW * row
@@ -131,10 +146,9 @@ def _timeline(samples: Sequence[Sample], marks: Sequence[Mark]) -> str:
         if mark.process in tops:
             at, y = x(mark.at_s), tops[mark.process]
             svg.append(
-                f"<line x1='{at:.1f}' x2='{at:.1f}' y1='{y - 3}' y2='{y + 17}' stroke='#1d2430'"
-                " stroke-width='2'/>"
-                f"<text x='{at + 3:.1f}' y='{y + 11}' style='fill:#fff;stroke:#1d2430;stroke-width:2.5px;"
-                f"paint-order:stroke'>{escape(mark.what)}</text>"
+                f"<text x='{at:.1f}' y='{y + 12}' text-anchor='middle' style='fill:#fff;stroke:#1d2430;"
+                f"stroke-width:3px;paint-order:stroke;font-weight:600'>{_SIGNS.get(mark.what, '?')}"
+                f"<title>{escape(mark.what)}</title></text>"
             )
     step_s = next((s for s in (5, 10, 20, 30, 60, 120) if end_s / s <= 12), 300)
     for tick in range(0, int(end_s) + 1, step_s):
@@ -176,14 +190,13 @@ def _leases(samples: Sequence[Sample], x: object, top: int) -> list[str]:
         f"<text x='0' y='{top + 11}'>leased blocks</text>",
         f"<text x='0' y='{top + 28}'>up to {most}</text>",
     ]
-    colours = {"cache": "#2b8a99", **_OWNERS}
-    for name in ("cache", *INSTANCES):
+    for name, colour in _HOLDERS.items():
         points = [
             f"{x(sample.at_s):.1f},{top + 80 - 76 * sample.leases.get(name, 0) / max(most, 1):.1f}"
             for sample in samples
         ]
         svg.append(
-            f"<polyline points='{' '.join(points)}' fill='none' stroke='{colours[name]}' stroke-width='1.8'>"
+            f"<polyline points='{' '.join(points)}' fill='none' stroke='{colour}' stroke-width='1.8'>"
             f"<title>{name}</title></polyline>"
         )
     return svg

@@ -8,11 +8,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-import attrs
 import numpy as np
 
 from kvsp_core.block_keys import block_keys
 from kvsp_core.errors import KVSPError
+from kvsp_core.ext_messages import SessionInfo
 from kvsp_core.machines.reshard_plan import Transition
 from kvsp_core.messages import DirectiveStatus, PrefetchBlock, PrefetchDirective
 from kvsp_core.records import Sampler
@@ -21,73 +21,23 @@ from kvsp_core.roles.engine import SequenceEnded, StartSequence, TokensDecoded
 from kvsp_engines.engine import NumpyEngine
 from kvsp_engines.llama import Array
 from kvsp_engines.text import TextCodec
-from kvsp_h2 import Credentials
-from kvsp_services.asking import ask, ask_for, expect_success
+from kvsp_services.asking import expect_success
 from kvsp_services.demo.client import Client, Reply
 from kvsp_services.demo.cluster import INSTANCES, Cluster, wait_until
-from kvsp_services.demo.sharding import SplitContext
+from kvsp_services.demo.sharding import SharedContext
+from kvsp_services.demo.steps import Scale, Step
 from kvsp_services.demo.watching import Watcher
 
-__all__ = ["FAST", "REAL", "Check", "Scale", "Step", "Story", "document"]
-
-
-@attrs.frozen(kw_only=True)
-class Scale:
-    """How much is asked: documents and answers in tokens, and how long anything may take."""
-
-    document_tokens: int
-    answer_tokens: int
-    long_answer_tokens: int
-    """Of the answers in whose middle something is killed."""
-    kill_after: int
-    """Pieces of the answer after which that happens."""
-    patience_s: float
-
+__all__ = ["Story", "document"]
 
 _LOGITS_TOLERANCE: Final = MappingProxyType({"fp32": 1e-4, "bf16": 1e-2})
 """How far logits that were merged over shards may be from the unsharded ones, as a part of the largest: sums
 in another order differ in the last bits, which rounding K and V to 16 bits makes larger."""
 
-FAST: Final = Scale(
-    document_tokens=900, answer_tokens=16, long_answer_tokens=600, kill_after=5, patience_s=60
-)
-"""For the tiny model."""
-REAL: Final = Scale(
-    document_tokens=1200, answer_tokens=32, long_answer_tokens=48, kill_after=12, patience_s=240
-)
-"""For SmolLM2 on two cores."""
 
-
-@attrs.frozen
-class Check:
-    """One thing that has to hold, and the figures that show it."""
-
-    what: str
-    held: bool
-    figures: str
-
-
-@attrs.define
-class Step:
-    """One step of the story. `not_built` says why nothing was claimed."""
-
-    number: int
-    title: str
-    checks: list[Check] = attrs.field(factory=list)
-    figures: list[tuple[str, str, str]] = attrs.field(factory=list)
-    """Rows of a small table: what, first, second."""
-    not_built: str = ""
-    took_s: float = 0.0
-
-    def check(self, what: str, held: bool, figures: str) -> None:
-        """Note whether something held."""
-        self.checks.append(Check(what, held, figures))
-
-    @property
-    def held(self) -> bool:
-        """Whether every check held."""
-        return all(check.held for check in self.checks)
-
+_UNDER_WAY: Final = ("placed", "running", "resuming")
+_TRIES: Final = 3
+"""How often an answer is asked for again that was complete before it could be disturbed."""
 
 QUESTIONS: Final = (
     "What is this text about?",
@@ -123,8 +73,9 @@ class Story:
         for number, (title, act) in enumerate(self._steps, 1):
             step = Step(number, title)
             began = time.monotonic()
-            self._watcher.mark("", f"step {number}")
+            self._watcher.mark("", str(number))
             try:
+                self._mend()
                 act(step)
             except Exception as error:  # whatever it is, the next steps are told too
                 step.check("the step came to its end", False, f"{type(error).__name__}: {error}")
@@ -134,6 +85,29 @@ class Story:
         return steps
 
     # What the steps have in common
+
+    def _mend(self) -> None:
+        """Have every process running and every instance active, whatever the step before left behind."""
+        for name, member in self._cluster.members.items():
+            if not member.alive():
+                self._restart(name)
+        self._wake(INSTANCES)
+
+    def _restart(self, name: str) -> None:
+        self._cluster.restart(name, self._scale.patience_s)
+        self._watcher.mark(name, "started")
+
+    def _wake(self, names: Sequence[str]) -> None:
+        """Have these instances active."""
+        for name in names:
+            self._cluster.ask_state(name, "active")
+        self._cluster.wait_active(names, self._scale.patience_s)
+
+    def _only(self, name: str) -> None:
+        """Have an instance serve alone: the others get nothing new."""
+        for other in INSTANCES:
+            if other != name:
+                self._cluster.ask_state(other, "draining")
 
     def _prompt(self, question: str) -> str:
         return f"{self._document}\n\n{question}"
@@ -160,13 +134,15 @@ class Story:
         )
         return reply, served, {name: sum(grown[name].values()) for name in names}
 
-    def _owner(self) -> str:
-        """Return which instance has the session that is running."""
-        for _ in range(50):
-            for session in self._cluster.sessions().sessions:
-                if session.state in ("placed", "running", "resuming") and session.instance is not None:
-                    return self._cluster.name_of(session.instance)
-        raise KVSPError("no session is running")
+    def _running(self) -> SessionInfo | None:
+        """Return the session that is running; None where there is none, or more than one."""
+        found = [s for s in self._cluster.sessions().sessions if s.state in _UNDER_WAY]
+        return found[0] if len(found) == 1 and found[0].instance is not None else None
+
+    def _calm(self) -> None:
+        """Wait until no session is under way and the controller knows that every instance is idle, so that
+        the next question is placed by what is cached."""
+        wait_until(self._cluster.idle, self._scale.patience_s, "the cluster to be idle")
 
     def _computed_alone(self, question: str, tokens: int) -> str:
         """Return the answer of an engine in this process that computes everything itself."""
@@ -203,12 +179,12 @@ class Story:
     def _reuse(self, step: Step) -> None:
         tokens = self._scale.answer_tokens
         first, _, was = self._ask(QUESTIONS[0], tokens)
-        blocks = len(self._prefix_keys())
+        keys = self._prefix_keys()
+        blocks = len(keys)
         published_s = wait_until(
-            lambda: self._cluster.index().records >= blocks,
-            self._scale.patience_s,
-            "the blocks to be published",
+            lambda: self._cluster.found(keys) == blocks, self._scale.patience_s, "the blocks to be published"
         )
+        self._calm()
         second, served, now = self._ask(QUESTIONS[1], tokens)
         expected = self._computed_alone(QUESTIONS[1], tokens)
         shared = blocks * self._cluster.descriptor.block_tokens
@@ -254,18 +230,15 @@ class Story:
             deadline_ms=int(self._scale.patience_s * 1000),
             lease_ms=30_000,
         )
-        # As the controller would: with its certificate.
-        folder = cluster.directory
-        controller = Credentials(folder / "controller.pem", folder / "controller.key", folder / "ca.pem")
+        controller = cluster.as_("controller")  # with its certificate, as it would itself
+        leased = {name: self._leased(name) for name in (holder, "cache")}
         began = time.monotonic()
         uri = cluster.uris[target]
-        expect_success(uri, ask(controller, uri, PrefetchBlocks(), directive))
-        leased: dict[str, int] = {}
+        expect_success(uri, controller.ask(uri, PrefetchBlocks(), directive))
         status = None
         while status is None or status.state == "pending":
-            for name, count in self._watcher.leases_now().items():
-                leased[name] = max(leased.get(name, 0), count)
-            status = ask_for(DirectiveStatus, controller, uri, GetDirective(directive.directive))
+            self._watcher.sample()
+            status = controller.ask_for(DirectiveStatus, uri, GetDirective(directive.directive))
             if time.monotonic() - began > self._scale.patience_s:
                 break
         took_s = time.monotonic() - began
@@ -276,21 +249,15 @@ class Story:
             status.state == "complete" and len(status.loaded) == len(keys),
             f"{len(status.loaded)} of {len(keys)} blocks, {loaded:.0f} tokens fetched in {took_s:.2f} s",
         )
-        sources = {name: count for name, count in leased.items() if name != target and count}
+        sources = {name: self._leased(name) - count for name, count in leased.items()}
         step.check(
-            "its sources keep them under lease meanwhile",
-            bool(sources),
-            ", ".join(f"{name} up to {count} blocks" for name, count in sources.items()) or "no lease seen",
+            "its sources kept them under lease meanwhile",
+            sum(sources.values()) >= len(keys),
+            ", ".join(f"{name} {count} blocks" for name, count in sources.items() if count),
         )
-        others = [name for name in INSTANCES if name != target]
-        for name in others:
-            cluster.ask_state(name, "draining")
+        self._only(target)
         reply, served, counts = self._ask(QUESTIONS[2], self._scale.answer_tokens)
-        for name in others:
-            wait_until(
-                lambda name=name: cluster.ask_state(name, "active") == "active" or True, 10, f"{name} to wake"
-            )
-        cluster.wait_active(INSTANCES, self._scale.patience_s)
+        self._wake(INSTANCES)
         shared = len(keys) * cluster.descriptor.block_tokens
         step.check(
             f"the next question goes to {target} and uses them",
@@ -299,31 +266,27 @@ class Story:
             f" {counts['fetched_tokens']} fetched for it, first token after {reply.first_s:.2f} s",
         )
 
+    def _leased(self, name: str) -> int:
+        """Return how many blocks a holder has put under lease so far."""
+        return int(self._cluster.members[name].metrics().get("kvsp_leased_blocks_total", 0))
+
     # 3
 
     def _instance_killed(self, step: Step) -> None:
         for method, temperature in (("greedy", 0.0), ("top-p", 1.0)):
             calm, seed = self._undisturbed(temperature)
-            victims: list[str] = []
-
-            def kill(victims: list[str] = victims) -> None:
-                victims.append(self._owner())
-                self._cluster.kill(victims[0])
-                self._watcher.mark(victims[0], "kill -9")
-
-            reply, _, _ = self._ask(
-                QUESTIONS[3],
-                self._scale.long_answer_tokens,
-                temperature=temperature,
-                seed=seed,
-                after=self._scale.kill_after,
-                then=kill,
-            )
-            epoch = max((s.epoch for s in self._cluster.sessions().sessions), default=0)
-            victim = victims[0] if victims else "nobody"
+            for _ in range(_TRIES):
+                self._calm()
+                reply, session = self._disturbed(temperature, seed)
+                victim = self._cluster.name_of(session.instance)
+                epoch = self._epoch_of(session)
+                self._restart(victim)
+                self._wake([victim])
+                if epoch != session.epoch:
+                    break  # else the answer was complete before its instance was gone
             step.check(
                 f"{method}: another instance goes on, and its client does not notice",
-                bool(victims) and epoch > 1 and reply.reason in ("stop", "length"),
+                epoch > session.epoch and reply.reason in ("stop", "length"),
                 f"{victim} killed; epoch {epoch}; longest silence {reply.longest_wait_s:.2f} s",
             )
             step.check(
@@ -331,15 +294,36 @@ class Story:
                 reply.text == calm.text and reply.output_tokens == calm.output_tokens,
                 f"{reply.output_tokens} tokens, undisturbed {calm.output_tokens}",
             )
-            if victims:
-                self._restart(victim)
 
-    def _restart(self, name: str) -> None:
-        self._cluster.launch(name)
-        self._cluster.wait_ready(name)
-        self._watcher.mark(name, "started")
-        if name in INSTANCES:
-            self._cluster.wait_active([name], self._scale.patience_s)
+    def _disturbed(self, temperature: float, seed: int) -> tuple[Reply, SessionInfo]:
+        """Ask, and kill who serves the answer in the middle of it; return which session that was."""
+        killed: list[SessionInfo] = []
+
+        def kill() -> None:
+            session = self._running()
+            if session is None:
+                raise KVSPError("the answer was complete before its instance could be killed")
+            victim = self._cluster.name_of(session.instance)
+            self._cluster.kill(victim)
+            self._watcher.mark(victim, "kill -9")
+            killed.append(session)
+
+        reply = self._client.ask(
+            self._prompt(QUESTIONS[3]),
+            max_tokens=self._scale.long_answer_tokens,
+            temperature=temperature,
+            seed=seed,
+            after=self._scale.kill_after,
+            then=kill,
+        )
+        if not killed:
+            raise KVSPError(f"the answer had fewer than {self._scale.kill_after} pieces")
+        return reply, killed[0]
+
+    def _epoch_of(self, session: SessionInfo) -> int:
+        return max(
+            (s.epoch for s in self._cluster.sessions().sessions if s.session == session.session), default=0
+        )
 
     def _undisturbed(self, temperature: float) -> tuple[Reply, int]:
         """Return an answer that is long enough to be disturbed, and its seed."""
@@ -356,8 +340,11 @@ class Story:
     def _controller_killed(self, step: Step) -> None:
         cluster = self._cluster
         calm, seed = self._undisturbed(0.0)
+        self._calm()
+        under_way: list[SessionInfo | None] = []
 
         def kill() -> None:
+            under_way.append(self._running())
             cluster.kill("controller")
             self._watcher.mark("controller", "kill -9")
             cluster.launch("controller")
@@ -380,7 +367,7 @@ class Story:
         known = cluster.sessions().sessions
         step.check(
             "the controller knows its sessions and instances again",
-            len(known) > 0,
+            any(under_way) and {s.session for s in under_way if s} <= {s.session for s in known},
             f"{len(known)} sessions from its store, three instances after {took_s:.2f} s",
         )
         again, served, _ = self._ask(QUESTIONS[1], self._scale.answer_tokens)
@@ -395,7 +382,7 @@ class Story:
     def _reshard(self, step: Step) -> None:
         cluster = self._cluster
         tokens = self._codec.encode("Another text.\n\n" + self._document)
-        context = SplitContext(cluster, tokens, self._scale.patience_s)
+        context = SharedContext(cluster, tokens, self._scale.patience_s)
         whole = context.store()
         self._compute(step, context, whole, INSTANCES, "three")
         held = context.held(INSTANCES)
@@ -414,10 +401,10 @@ class Story:
             f"{fetched} tokens ({context.octets_of(fetched)} octets) of KV moved, planned"
             f" {moved.moved_tokens}; {moved.retained_tokens} retained",
         )
-        context.split(())
+        context.end()
 
     def _compute(
-        self, step: Step, context: SplitContext, whole: Array, names: Sequence[str], number: str
+        self, step: Step, context: SharedContext, whole: Array, names: Sequence[str], number: str
     ) -> Transition:
         """Split the context over instances, and compare the next token's logits with the unsharded ones."""
         began = time.monotonic()
@@ -456,18 +443,21 @@ class Story:
         self._watcher.mark(name, "wake")
         cluster.wait_active([name], self._scale.patience_s)
         step.check(f"{name} wakes", True, f"active {time.monotonic() - began:.2f} s after it was asked")
-        for other in INSTANCES:
-            if other != name:
-                cluster.ask_state(other, "draining")
-        try:
-            reply, served, _ = self._ask(QUESTIONS[0], self._scale.answer_tokens)
-        finally:
-            for other in INSTANCES:
-                cluster.ask_state(other, "active")
+        self._only(name)
+        reply, served, _ = self._ask(QUESTIONS[0], self._scale.answer_tokens)
+        self._wake(INSTANCES)
         step.check(
             f"{name} serves again",
             served == name,
             f"{reply.output_tokens} tokens, {reply.cached_tokens} cached",
+        )
+        had = cluster.records_of(name)
+        status, said = cluster.terminate(name, self._scale.patience_s)
+        self._watcher.mark(name, "SIGTERM")
+        step.check(
+            f"{name}, told to stop, withdraws its records and says that it is safe",
+            status == 0 and "safe to stop" in said and had > 0 and cluster.records_of(name) == 0,
+            f"exit status {status}; {had} records at the index before, {cluster.records_of(name)} after",
         )
 
 

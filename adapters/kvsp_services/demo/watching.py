@@ -58,6 +58,7 @@ class Watcher:
         """End, after a last sample."""
         self._stopped.set()
         self._thread.join()
+        self.samples.sort(key=lambda sample: sample.at_s)
 
     def now_s(self) -> float:
         """Return the time since the start."""
@@ -66,6 +67,10 @@ class Watcher:
     def mark(self, process: str, what: str) -> None:
         """Note that something was done to a process."""
         self.marks.append(Mark(self.now_s(), process, what))
+
+    def sample(self) -> None:
+        """Look now, between two of the regular times."""
+        self.samples.append(self._sample())
 
     def leases_now(self) -> dict[str, int]:
         """Return the blocks under lease at each holder that answers."""
@@ -80,7 +85,7 @@ class Watcher:
 
     def _run(self) -> None:
         while True:
-            self.samples.append(self._sample())
+            self.sample()
             if self._stopped.wait(_PERIOD_S):
                 return
 

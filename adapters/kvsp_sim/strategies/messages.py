@@ -266,6 +266,23 @@ def output_requests(draw: st.DrawFn) -> ext.OutputRequest:
 
 
 _whole_floats = st.binary(min_size=1, max_size=6).map(lambda octets: octets * 4)
+
+
+@st.composite
+def split_requests(draw: st.DrawFn) -> ext.SplitRequest:
+    """Splits of short contexts."""
+    block_tokens, keys = draw(st.integers(1, 64)), draw(tuples(hex32))
+    least = max(1, len(keys) * block_tokens)
+    return ext.SplitRequest(
+        compat_id=draw(hex32),
+        scope_id=draw(hex16),
+        block_keys=keys,
+        block_tokens=block_tokens,
+        token_count=draw(st.integers(least, (len(keys) + 1) * block_tokens - 1 or 1)),
+        instances=draw(st.lists(base_uris, min_size=1, max_size=3, unique=True).map(tuple)),
+    )
+
+
 _prefixes = st.builds(ext.ScopedPrefix, scope_id=hex16, block_keys=tuples(hex32))
 _candidates = st.builds(
     ext.CandidateCost,
@@ -391,6 +408,14 @@ messages: Final[Mapping[type, st.SearchStrategy[Any]]] = {
         ),
         leased_share=st.floats(0, 1),
     ),
+    ext.SplitRequest: split_requests(),
+    ext.ShardMapInfo: st.builds(
+        ext.ShardMapInfo,
+        version=counts,
+        planned=counts,
+        state=names,
+        shards=shard_maps().map(lambda shard_map: shard_map.shards),
+    ),
 }
 """A strategy for each message, ours included."""
 
@@ -420,6 +445,9 @@ _members: Final[Mapping[type, Mapping[str, st.SearchStrategy[Any]]]] = {
     res.StreamOutput: {"session": uuids},
     res.Attend: {"map": identifiers},
     res.ChangeInstanceState: {"instance_id": _component_ids},
+    res.SplitContext: {"map": identifiers},
+    res.GetShardMap: {"map": identifiers},
+    res.EndShardMap: {"map": identifiers},
 }
 
 operations: st.SearchStrategy[res.Operation] = st.one_of(

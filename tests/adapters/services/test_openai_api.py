@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import anyio
 import httpx
 import openai
 import pytest
@@ -211,3 +213,44 @@ def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
 def test_the_model_is_listed() -> None:
     models = talk(Backend(), lambda client: client.models.list())
     assert [model.id for model in models.data] == ["m"]
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "trio"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_generation_whose_client_has_gone_is_given_up(stream: bool, loop: str) -> None:
+    """Whole answers too, and streams of which nothing has come yet: nobody waits for them any more."""
+    left: list[str] = []
+
+    async def run() -> None:
+        began = anyio.Event()
+
+        @asynccontextmanager
+        async def generate(request: GenerationRequest) -> AsyncIterator[AsyncIterator[GenerationEvent]]:
+            async def play() -> AsyncIterator[GenerationEvent]:
+                began.set()
+                await anyio.sleep_forever()
+                yield Started(0)
+
+            try:
+                yield play()
+            finally:
+                left.append("left")
+
+        async def receive() -> dict[str, Any]:
+            if bodies:
+                return {"type": "http.request", "body": bodies.pop()}
+            await began.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            """Nobody is there."""
+
+        bodies = [json.dumps({"prompt": "x", "stream": stream}).encode()]
+        app = make_app(model="m", text=Letters(), generate=generate, context_tokens=100)
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions"}
+        scope |= {"headers": [], "query_string": b""}
+        with anyio.fail_after(30):
+            await app(scope, receive, send)  # type: ignore[arg-type]
+
+    anyio.run(run, backend=loop)
+    assert left == ["left"]

@@ -53,7 +53,9 @@ def test_top_shows_it_once(capfd: pytest.CaptureFixture[str], cluster: Cluster) 
     assert "Index" in said
 
 
-def test_a_lookup_that_finds_nothing_is_a_no(capfd: pytest.CaptureFixture[str], cluster: Cluster) -> None:
+@pytest.fixture(scope="module")
+def context(cluster: Cluster) -> tuple[str, ...]:
+    """Options that tell of a context of four tokens, which are one block."""
     directory = cluster.directory
     key = directory / "tenant.key"
     key.write_bytes(bytes(range(32)))
@@ -75,14 +77,34 @@ def test_a_lookup_that_finds_nothing_is_a_no(capfd: pytest.CaptureFixture[str], 
             }
         )
     )
-    status, said, _ = kvsp(
-        capfd,
-        cluster,
-        *("lookup", "--index", cluster.uris["index"], "--scope-key-file", str(key)),
-        *("--descriptor", str(directory / "descriptor.json"), "--tokens", str(directory / "tokens.json")),
+    return (
+        *("--scope-key-file", str(key), "--descriptor", str(directory / "descriptor.json")),
+        *("--tokens", str(directory / "tokens.json")),
     )
+
+
+def test_a_lookup_that_finds_nothing_is_a_no(
+    capfd: pytest.CaptureFixture[str], cluster: Cluster, context: tuple[str, ...]
+) -> None:
+    status, said, _ = kvsp(capfd, cluster, "lookup", "--index", cluster.uris["index"], *context)
     assert status == 1
     assert "0 of 1 blocks" in said
+
+
+def test_a_context_is_split_over_active_instances_only(
+    capfd: pytest.CaptureFixture[str], cluster: Cluster, context: tuple[str, ...]
+) -> None:
+    where, stranger = ("--controller", cluster.uris["controller"]), "https://ii9.example/kvsp/"
+    for arguments, expected, words in (
+        (("m1",), 1, "no such shard map"),
+        (("m1", "--end"), 1, "no such shard map"),
+        (("m1", stranger), 2, "--tokens"),
+        (("m1", stranger, *context), 1, f"{stranger} is not active"),
+    ):
+        status, said, complained = kvsp(capfd, cluster, "reshard", *arguments, *where)
+        assert (status, said) == (expected, "")
+        assert words in complained
+        assert complained.count("\n") == 1
 
 
 def test_a_refusal_is_one_line(capfd: pytest.CaptureFixture[str], cluster: Cluster) -> None:

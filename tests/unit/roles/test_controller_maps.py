@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import attrs
 import pytest
 
 from kvsp_core.answers import problem_response
+from kvsp_core.bodies import decode
 from kvsp_core.errors import LimitExceeded, LocalProtocolError
-from kvsp_core.limits import MAX_SHARD_BLOCK_KEYS, MAX_SHARD_RANGES
+from kvsp_core.ext_messages import ShardMapInfo, SplitRequest
+from kvsp_core.limits import MAX_SHARD_BLOCK_KEYS, MAX_SHARD_RANGES, RESHARD_DEADLINE_MS
 from kvsp_core.messages import ReshardAbort, ReshardCommit, ReshardMessage, ReshardPlan, decode_reshard
-from kvsp_core.problems import PLAN_CONFLICT, Problem
+from kvsp_core.problems import PLAN_CONFLICT, Problem, problem_of
 from kvsp_core.records import Shard
-from kvsp_core.resources import RoleName
+from kvsp_core.resources import EndShardMap, GetShardMap, RoleName, SplitContext
 from kvsp_core.roles.authorization import Policy, ScopeRules
 from kvsp_core.roles.controller_store import MapContext
-from kvsp_core.roles.role import AnswerReceived, Call, CallFailed, Persist
-from tests.unit.roles.test_controller import COMPAT, KEYS, SCOPE, A, B, C, Talk
+from kvsp_core.roles.role import AnswerReceived, Call, CallFailed, Persist, Respond
+from kvsp_core.validation import InvalidValue
+from tests.unit.roles.test_controller import COMPAT, FE, KEYS, OPERATOR, OTHER_SCOPE, SCOPE, A, B, C, Talk
 
 CONTEXT = MapContext(compat_id=COMPAT, scope_id=SCOPE, block_keys=KEYS, block_tokens=16)
 
@@ -113,7 +118,7 @@ def test_a_change_that_a_member_does_not_acknowledge_is_given_up_by_all(split: G
     if how == "refused":
         split.reply(next(call for call in split.calls.values() if call.base_uri == C), status=409)
     else:
-        split.pass_time(10_000)
+        split.pass_time(RESHARD_DEADLINE_MS)
     assert [m for m in split.told().values() if isinstance(m, ReshardAbort)]
     assert split.owners() == [A, B]
     split.answer_all()
@@ -255,3 +260,125 @@ def test_a_first_split_that_is_given_up_keeps_its_version(group: Group) -> None:
     told = group.told()[A]
     assert isinstance(told, ReshardPlan)
     assert (told.from_, told.to) == (0, 2)
+
+
+# What operators ask for
+
+
+def request(*instances: str, **changed: Any) -> SplitRequest:
+    asked = SplitRequest(
+        compat_id=COMPAT,
+        scope_id=SCOPE,
+        block_keys=KEYS[:2],
+        block_tokens=16,
+        token_count=32,
+        instances=instances,
+    )
+    return attrs.evolve(asked, **changed)
+
+
+def info(group: Group) -> ShardMapInfo:
+    status, body = group.ask(OPERATOR, GetShardMap("m1"))
+    assert status == 200
+    return decode(ShardMapInfo, body)
+
+
+@pytest.fixture
+def operated(group: Group) -> Group:
+    """A controller whose operator may read in the scope."""
+    group.controller.policy = Policy(
+        {
+            OPERATOR: [RoleName.OPERATOR],
+            FE: [RoleName.FRONT_END],
+            **{i: [RoleName.INSTANCE] for i in (A, B, C)},
+        },
+        {SCOPE: ScopeRules(read=[OPERATOR, A, B, C]), OTHER_SCOPE: ScopeRules(read=[FE])},
+    )
+    return group
+
+
+@pytest.mark.requirement("RS-1", "RS-2")
+def test_an_operator_splits_a_context_splits_it_anew_and_ends_it(operated: Group) -> None:
+    split = SplitContext("m1")
+    operated.effects.clear()
+    status, body = operated.ask(OPERATOR, split, request(A, B))
+    assert (status, decode(ShardMapInfo, body)) == (
+        202,
+        ShardMapInfo(version=0, planned=1, state="preparing", shards=()),
+    )
+    kinds = [type(effect) for effect in operated.effects]
+    assert kinds.index(Persist) < kinds.index(Respond)  # what is answered is durable
+    assert operated.ask(OPERATOR, split, request(A, B, C))[0] == 409  # one change at a time
+    operated.answer_all()
+    assert info(operated).state == "committing"
+    operated.answer_all()
+    assert (info(operated).state, operated.owners()) == ("stable", [A, B])
+
+    assert operated.ask(OPERATOR, split, request(A, B))[0] == 200  # as it is already
+    assert operated.told() == {}
+
+    assert operated.ask(OPERATOR, split, request(A))[0] == 202
+    plan = operated.told()[A]
+    assert isinstance(plan, ReshardPlan)
+    assert [fetch.from_ for fetch in plan.fetch] == [B]  # what A holds stays where it is
+    operated.answer_all()
+    operated.answer_all()
+    assert (info(operated).version, operated.owners()) == (2, [A])
+
+    assert operated.ask(OPERATOR, EndShardMap("m1"))[0] == 202
+    assert operated.ask(OPERATOR, EndShardMap("m1"))[0] == 409
+    operated.answer_all()
+    operated.answer_all()
+    assert operated.ask(OPERATOR, GetShardMap("m1"))[0] == 404
+    assert operated.ask(OPERATOR, EndShardMap("m1"))[0] == 404
+
+
+def test_an_operator_sees_that_a_change_was_given_up(operated: Group) -> None:
+    operated.ask(OPERATOR, SplitContext("m1"), request(A))
+    operated.answer_all(status=409)
+    assert info(operated).state == "aborting"
+    operated.answer_all()
+    assert info(operated) == ShardMapInfo(version=0, planned=1, state="stable", shards=())
+
+
+@pytest.mark.requirement("SE-1", "LC-2")
+def test_a_split_that_cannot_be_is_refused_and_changes_nothing(operated: Group) -> None:
+    operated.split(A, B)
+    operated.answer_all()
+    operated.answer_all()
+    for asked, expected in (
+        (request("https://nobody.example/"), "kvsp-invalid-state"),
+        (request(A, token_count=16, block_keys=KEYS[:1]), "409"),  # a context does not shrink
+        (request(A, scope_id=OTHER_SCOPE), "kvsp-scope-denied"),
+        (request(A, block_keys=KEYS[2:4]), "409"),
+        (request(A, compat_id="ee" * 32), "409"),
+        (request(A, block_tokens=8, block_keys=KEYS), "409"),
+    ):
+        problem = problem_of(*operated.ask(OPERATOR, SplitContext("m1"), asked))
+        assert expected in (str(problem.status), problem.type.suffix), asked
+    for client in (FE, A):
+        assert operated.ask(client, SplitContext("m1"), request(A))[0] == 403
+        assert operated.ask(client, GetShardMap("m1"))[0] == 403
+        assert operated.ask(client, EndShardMap("m1"))[0] == 403
+    operated.controller._maps._max_maps = 1
+    assert operated.ask(OPERATOR, SplitContext("m2"), request(A))[0] == 503
+    keys = MAX_SHARD_BLOCK_KEYS + 1
+    long = request(A, token_count=16 * keys, block_keys=(*KEYS, *("ee" * 32,) * (keys - len(KEYS))))
+    assert operated.ask(OPERATOR, SplitContext("m1"), long)[0] == 413
+    assert operated.told() == {}
+    assert (operated.owners(), operated.version()) == ([A, B], 1)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"block_keys": KEYS[:1]},
+        {"instances": ()},
+        {"instances": (A, A)},
+        {"token_count": 0},
+        {"block_tokens": 0},
+    ],
+)
+def test_what_a_split_says_of_a_context_has_to_fit_together(changed: dict[str, Any]) -> None:
+    with pytest.raises(InvalidValue):
+        attrs.evolve(request(A), **changed)

@@ -6,8 +6,13 @@ import attrs
 import pytest
 
 from kvsp_core.ext_messages import AttendRequest, OutputRequest
+from kvsp_core.limits import UNREACHABLE_MS
+from kvsp_core.machines.prefetch import PrefetchLimits
 from kvsp_core.messages import (
     FetchRange,
+    LookupAnswer,
+    MatchedBlock,
+    PrefetchBlock,
     ReshardCommit,
     ResumeRequest,
     StateChange,
@@ -49,6 +54,7 @@ from tests.unit.roles.instance_world import (
     World,
     digests_of,
     key_of,
+    record_of,
 )
 from tests.unit.roles.test_instance import KEYS, PROMPT, checkpoint, directive, plan
 
@@ -85,6 +91,7 @@ def test_a_lookup_lease_or_fetch_that_fails_is_a_source_that_failed() -> None:
         ((number, _),) = world.calls(CreateLease)
         if end == "fail":
             world.fail(number)
+            world.later(UNREACHABLE_MS)
         else:
             answer = Problem(NOT_FOUND, "none") if end == "refuse" else StatusAnswer(state="active")
             world.answer(number, answer)
@@ -100,6 +107,38 @@ def test_a_lookup_lease_or_fetch_that_fails_is_a_source_that_failed() -> None:
             world.answer(number, Problem(NOT_FOUND, "gone"))
         assert state_of(world, name) == "failed"
     assert world.beside.held() == set()
+
+
+@pytest.mark.requirement("PF-6", "MG-2")
+def test_a_holder_that_gave_no_answer_is_passed_over_for_a_while() -> None:
+    """A dead instance is the first source of all its blocks: none of the others waits for it again."""
+    world = World(prefetch=PrefetchLimits(concurrent_loads=1))
+    both = (HOLDER, CACHE)
+
+    def lookup(name: str, *keys: str) -> None:
+        blocks = tuple(PrefetchBlock(block_key=key, sources=both) for key in keys)
+        world.ask(PC, PrefetchBlocks(), attrs.evolve(directive(*keys, name=name), blocks=blocks))
+        ((number, _),) = world.calls(Lookup)
+        matched = tuple(
+            MatchedBlock(block_key=key, replicas=tuple(record_of(key, holder) for holder in both))
+            for key in keys
+        )
+        world.answer(number, LookupAnswer(matched=len(matched), blocks=matched))
+
+    def asked() -> list[str]:
+        return [each.call.base_uri for _, each in world.calls(CreateLease)]
+
+    lookup("d1", *KEYS[:2])
+    assert asked() == [HOLDER]
+    world.fail(world.calls(CreateLease)[0][0])
+    for _ in KEYS[:2]:
+        assert asked() == [CACHE]
+        world.grant_leases()
+        world.serve_blocks()
+    assert state_of(world) == "complete"
+    world.later(UNREACHABLE_MS)
+    lookup("d2", "ee" * 32)
+    assert asked() == [HOLDER]
 
 
 @pytest.mark.requirement("PF-4")
@@ -134,8 +173,6 @@ def test_where_there_is_no_room_nothing_is_loaded() -> None:
 
 @pytest.mark.requirement("PF-5", "SE-3")
 def test_one_directive_too_many_is_told_to_come_back() -> None:
-    from kvsp_core.machines.prefetch import PrefetchLimits
-
     world = World(prefetch=PrefetchLimits(pending_directives=1))
     world.ask(PC, PrefetchBlocks(), directive(KEYS[0]))
     request, _ = world.ask(PC, PrefetchBlocks(), directive(KEYS[0], name="d2"))
