@@ -18,7 +18,7 @@ from tests.bench import Row, left_out, row
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = Path(os.environ.get("KVSP_VLLM_PYTHON") or ROOT / ".venv-vllm" / "bin" / "python")
-MODEL = ROOT / "build" / "vllm" / "smollm2-bf16"
+MODEL = ROOT / "build" / "vllm" / "smollm2-fp32"
 LENGTHS = (1024, 4096)
 REST = 16
 """Tokens after the prefix: the prompt has them too, and they are always computed."""
@@ -32,7 +32,7 @@ def rows() -> Iterator[Row]:
     if not MODEL.exists():
         from kvsp_engines.prepare import prepare_smollm2
 
-        prepare_smollm2(MODEL)
+        prepare_smollm2(MODEL, dtype="fp32")
     with tempfile.TemporaryDirectory() as directory:
         yield from vllm_rows(Path(directory))
 
@@ -85,7 +85,7 @@ def numpy_rows(deployment: Any) -> Iterator[Row]:
     from kvsp_engines.llama import Llama
     from tests.vllm.kit import SCOPE_KEY, prompt_tokens
 
-    llama = Llama(MODEL, kv_dtype="bf16")
+    llama = Llama(MODEL, kv_dtype="fp32")
     descriptor = descriptor_of_directory(MODEL, block_tokens=32)
     folder = deployment.directory
     credentials = Credentials(folder / "engine.pem", folder / "engine.key", folder / "ca.pem")

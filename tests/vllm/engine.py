@@ -17,6 +17,7 @@ os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
     "VLLM_NO_USAGE_STATS": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # else the first question waits for a C++ compiler
 }
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 

@@ -286,4 +286,7 @@ class Deployment:
 
 def plain_options(model_dir: Path) -> dict[str, Any]:
     """Return the options of an engine without a connector."""
-    return {"model": str(model_dir), "max_model_len": 4608}
+    dtype = json.loads((model_dir / "config.json").read_text())[
+        "torch_dtype"
+    ]  # vLLM's own choice is never fp32
+    return {"model": str(model_dir), "dtype": dtype, "max_model_len": 4608}

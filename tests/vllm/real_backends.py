@@ -68,8 +68,8 @@ def sglang(settings: dict[str, Any]) -> None:
             layer_num=LAYERS,
             head_num=HEADS,
             head_dim=DIM,
-            dtype=torch.bfloat16,
-            kv_buffer=torch.randn(2, LAYERS, 2 * TOKENS, HEADS, DIM).to(torch.bfloat16) * scale,
+            dtype=torch.float32,
+            kv_buffer=torch.randn(2, LAYERS, 2 * TOKENS, HEADS, DIM) * scale,
         )
         for scale in (1, 0)
     ]
@@ -139,12 +139,12 @@ def lmcache(settings: dict[str, Any]) -> None:
 
     keys = [ObjectKey(chunk_hash=bytes([n]) * 32, model_name="m", kv_rank=0) for n in (1, 2, 3)]
     shape = (2, LAYERS, TOKENS, HEADS * DIM)
-    stored = [memory(torch.randn(*shape).to(torch.bfloat16)) for _ in range(2)]
+    stored = [memory(torch.randn(*shape)) for _ in range(2)]
     number = adapter.submit_store_task(keys[:2], stored)
     done = finished(adapter.get_store_event_fd(), adapter.pop_completed_store_tasks)
     assert done[number].is_successful()
     until(lambda: looked_up(keys) == [True, True, False])
-    loaded = [memory(torch.zeros(*shape, dtype=torch.bfloat16)) for _ in range(3)]
+    loaded = [memory(torch.zeros(*shape)) for _ in range(3)]
     number = adapter.submit_load_task(keys, loaded)
     found = finished(adapter.get_load_event_fd(), lambda: adapter.query_load_result(number))
     assert [found.test(n) for n in range(3)] == [True, True, False]

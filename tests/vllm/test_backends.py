@@ -14,8 +14,8 @@ from tests.vllm.kit import ROOT, Deployment
 
 
 @pytest.mark.parametrize("engine", ["sglang", "lmcache", "device"])
-def test_with_the_real_interface(engine: str, bf16: Path, deployment: Deployment) -> None:
-    settings = deployment.settings() | {"model_dir": str(bf16)}
+def test_with_the_real_interface(engine: str, fp32: Path, deployment: Deployment) -> None:
+    settings = deployment.settings() | {"model_dir": str(fp32)}
     path = os.pathsep.join([str(ROOT), str(ROOT / "adapters"), OTHERS])
     ran = subprocess.run(
         [PYTHON, str(ROOT / "tests" / "vllm" / "real_backends.py"), json.dumps(settings), engine],

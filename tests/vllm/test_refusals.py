@@ -17,28 +17,28 @@ from tests.vllm.kit import Baseline, Deployment, Engine, EngineFailed, prompt_to
 
 
 @pytest.fixture
-def known(bf16: Path, tmp_path: Path) -> Path:
+def known(fp32: Path, tmp_path: Path) -> Path:
     """Return the file of the descriptor that the deployment shares."""
     path = tmp_path / "descriptor.json"
-    path.write_bytes(descriptor_of_directory(bf16, block_tokens=32).canonical_json)
+    path.write_bytes(descriptor_of_directory(fp32, block_tokens=32).canonical_json)
     return path
 
 
 def test_another_dtype(
     model_dir: Callable[[str], Path], known: Path, deployment: Deployment, logs: Path
 ) -> None:
-    options = deployment.options(model_dir("fp32"), descriptor_files=[str(known)])
+    options = deployment.options(model_dir("bf16"), descriptor_files=[str(known)])
     with (
         Engine(PYTHON, options, logs / "another-dtype.log") as engine,
         pytest.raises(
-            EngineFailed, match=r"^kv_dtype: this engine has fp32, the deployment's descriptor says bf16"
+            EngineFailed, match=r"^kv_dtype: this engine has bf16, the deployment's descriptor says fp32"
         ),
     ):
         engine.wait_ready()
 
 
-def test_another_block_size(bf16: Path, known: Path, deployment: Deployment, logs: Path) -> None:
-    options = deployment.options(bf16, descriptor_files=[str(known)]) | {"block_size": 64}
+def test_another_block_size(fp32: Path, known: Path, deployment: Deployment, logs: Path) -> None:
+    options = deployment.options(fp32, descriptor_files=[str(known)]) | {"block_size": 64}
     with (
         Engine(PYTHON, options, logs / "another-block-size.log") as engine,
         pytest.raises(
@@ -49,14 +49,14 @@ def test_another_block_size(bf16: Path, known: Path, deployment: Deployment, log
 
 
 def test_another_adapter(
-    bf16: Path, known: Path, deployment: Deployment, baseline: Baseline, logs: Path, tmp_path: Path
+    fp32: Path, known: Path, deployment: Deployment, baseline: Baseline, logs: Path, tmp_path: Path
 ) -> None:
     """Requests with an adapter that the deployment does not know are served, and not shared; others are."""
-    lora = adapter(bf16, tmp_path / "adapter")
-    prompt = prompt_tokens(bf16, 272)
+    lora = adapter(fp32, tmp_path / "adapter")
+    prompt = prompt_tokens(fp32, 272)
     log = logs / "another-adapter.log"
     log.unlink(missing_ok=True)
-    options = deployment.options(bf16, descriptor_files=[str(known)]) | {
+    options = deployment.options(fp32, descriptor_files=[str(known)]) | {
         "enable_lora": True,
         "max_lora_rank": 8,
     }

@@ -23,6 +23,8 @@ from tests.vllm.conftest import PYTHON
 from tests.vllm.kit import SCOPE_KEY, Deployment, Engine, plain_options, prompt_tokens
 
 PREFIX = 1024
+SHORT = 256
+"""The prefix in bf16, which processors without AVX-512 compute slowly."""
 POSITIONS = 16
 BLOCK = 32
 BF16_BOUND = 1.0
@@ -144,13 +146,13 @@ def test_bf16_into_numpy(
 ) -> None:
     directory = model_dir("bf16")
     mine = reader(directory, "bf16")
-    prompt = prompt_tokens(directory, PREFIX + POSITIONS)
+    prompt = prompt_tokens(directory, SHORT + POSITIONS)
     with engine(deployment, directory, logs, "bf16-writer") as vllm:
         vllm.wait_ready().generate(prompt, tokens=1)
         deployment.settle(vllm)
-    cache, _ = mine.fetched(prompt[:PREFIX])
-    continued = mine.llama.forward(cache, prompt[PREFIX:], all_logits=True)
-    own = mine.llama.forward(mine.computed(prompt[:PREFIX]), prompt[PREFIX:], all_logits=True)
+    cache, _ = mine.fetched(prompt[:SHORT])
+    continued = mine.llama.forward(cache, prompt[SHORT:], all_logits=True)
+    own = mine.llama.forward(mine.computed(prompt[:SHORT]), prompt[SHORT:], all_logits=True)
     difference = np.abs(continued - own).max(axis=1)
     print(f"\nlogits of numpy after vLLM's blocks differ by {difference.max():.2f} at most")
     assert difference.max() <= BF16_BOUND
@@ -168,13 +170,13 @@ def test_bf16_into_vllm(
 ) -> None:
     directory = model_dir("bf16")
     mine = reader(directory, "bf16")
-    prompt = prompt_tokens(directory, PREFIX + POSITIONS, skip=700)
-    mine.store(mine.computed(prompt[:PREFIX]), prompt[:PREFIX])
+    prompt = prompt_tokens(directory, SHORT + POSITIONS, skip=700)
+    mine.store(mine.computed(prompt[:SHORT]), prompt[:SHORT])
     with Engine(PYTHON, plain_options(directory) | RAW_LOGITS, logs / "bf16-own.log") as vllm:
         own = by_position(vllm.wait_ready(), prompt)
     with engine(deployment, directory, logs, "bf16-reader") as vllm:
         continued = by_position(vllm.wait_ready(), prompt)
-        assert vllm.ask("counters")["own"]["loaded_tokens"] == PREFIX
+        assert vllm.ask("counters")["own"]["loaded_tokens"] == SHORT
     clear = 0
     largest = 0.0
     for mine_, theirs in zip(own, continued, strict=True):
@@ -192,7 +194,7 @@ def test_bf16_into_vllm(
 def by_position(vllm: Engine, prompt: list[int]) -> list[dict[str, float]]:
     """Return the largest logits after each of the last tokens of a prompt, given as it is."""
     found: list[dict[str, Any]] = []
-    for end in range(PREFIX + 1, PREFIX + POSITIONS + 1):
+    for end in range(SHORT + 1, SHORT + POSITIONS + 1):
         result = vllm.generate(prompt[:end], tokens=1, logprobs=64)["results"][0]
         found.append(result["top"])
     return found
