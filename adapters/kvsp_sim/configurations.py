@@ -14,9 +14,12 @@ from kvsp_sim.cluster import BLOCK_BYTES
 from kvsp_sim.explored_node import ExploredNode
 from kvsp_sim.explorer import Bounds
 from kvsp_sim.host import Start
-from kvsp_sim.lease_group import HOLDER, TIER, LeaseClient, RoomSeeker, lease_holder
+from kvsp_sim.lease_group import HOLDER, TIER, LeaseClient, RoomSeeker, lease_holder, lease_policy
 from kvsp_sim.properties import LeasesHold, Properties
 from kvsp_sim.reshard_group import BLOCK_TOKENS, Coordinator, Member, PlainEngine
+from kvsp_sim.reshard_roles_group import TIER as ROLES_TIER
+from kvsp_sim.reshard_roles_group import ReshardGroup, ShardEngine, begin_resharding
+from kvsp_sim.session_group import ABSENT, CONTROLLER, FRONT_END, USER_EFFECTS, SessionGroup, ask
 from kvsp_sim.witness import Witness
 
 __all__ = ["CONFIGURATIONS", "Configuration"]
@@ -71,6 +74,75 @@ def _reshard(crashes: str, members: int) -> tuple[Sequence[ExploredNode], Proper
     return nodes, properties
 
 
+def _session(crashes: str, members: int) -> tuple[Sequence[ExploredNode], Properties]:
+    properties = Properties(timed=False)
+    witness = Witness(properties)
+    group = SessionGroup(tuple(f"https://instance{number}/" for number in range(members)))
+    nodes = [
+        ExploredNode(
+            CONTROLLER,
+            group.controller,
+            witness=witness,
+            can_crash=crashes == "controller",
+            once=("ext/placements",),
+        )
+    ]
+    nodes += [
+        ExploredNode(
+            name,
+            partial(group.instance, name),
+            witness=witness,
+            can_crash=crashes == "instances",
+            engine=group.engine,
+            waits=frozenset({"_draw"}),
+            once=("ext/sessions/",),
+            absent=frozenset({ABSENT}),
+        )
+        for name in group.instances
+    ]
+    nodes.append(
+        ExploredNode(
+            FRONT_END,
+            group.front_end,
+            witness=witness,
+            own_effects=USER_EFFECTS,
+            begin=partial(ask, group.output),
+            only_asks=True,
+        )
+    )
+    return nodes, properties
+
+
+def _reshard_roles(crashes: str, members: int) -> tuple[Sequence[ExploredNode], Properties]:
+    properties = Properties(timed=False)
+    witness = Witness(properties)
+    group = ReshardGroup(tuple(f"https://member{number}/" for number in range(members)))
+    nodes = [
+        ExploredNode(
+            CONTROLLER,
+            group.controller,
+            witness=witness,
+            can_crash=crashes == "controller",
+            begin=begin_resharding,
+        ),
+    ]
+    nodes += [
+        ExploredNode(
+            name,
+            partial(group.instance, name),
+            witness=witness,
+            can_crash=crashes == "member" and name == group.members[-1],
+            tiers=(ROLES_TIER,),
+            blocks=group.held(name),
+            surviving=(ROLES_TIER,),
+            engine=ShardEngine,
+            absent=frozenset({ABSENT}),
+        )
+        for name in group.members
+    ]
+    return nodes, properties
+
+
 def _lease(members: int) -> tuple[Sequence[ExploredNode], Properties]:
     properties = Properties(timed=False)
     witness = Witness(properties, block_bytes=BLOCK_BYTES)
@@ -83,12 +155,12 @@ def _lease(members: int) -> tuple[Sequence[ExploredNode], Properties]:
     nodes = [
         ExploredNode(
             HOLDER,
-            partial(lease_holder, (*names, seeker)),
+            partial(lease_holder, lease_policy((*names, seeker))),
             witness=witness,
             local=(LeasesHold(),),
             can_crash=True,
             tiers=(TIER,),
-            once=frozenset({"leases"}),
+            once=("leases",),
             surviving=(TIER,),
         ),
         ExploredNode(seeker, lambda _: RoomSeeker(seeker), witness=witness),
@@ -110,6 +182,24 @@ CONFIGURATIONS: Final[Mapping[str, Configuration]] = MappingProxyType(
             bounds=Bounds(crashes=1),
             members=3,
             build=partial(_reshard, "member"),
+        ),
+        "reshard-roles": Configuration(
+            about="the roles of a group that reshards twice, its controller crashing",
+            bounds=Bounds(crashes=1),
+            members=3,
+            build=partial(_reshard_roles, "controller"),
+        ),
+        "reshard-roles-member": Configuration(
+            about="the roles of a group that reshards twice, the member that gains a range crashing",
+            bounds=Bounds(crashes=1),
+            members=3,
+            build=partial(_reshard_roles, "member"),
+        ),
+        "session": Configuration(
+            about="a session that moves between instances that crash or are cut off",
+            bounds=Bounds(crashes=1),
+            members=2,
+            build=partial(_session, "instances"),
         ),
         "lease": Configuration(
             about="clients that lease a block of a holder with room for one, and one that wants the room",

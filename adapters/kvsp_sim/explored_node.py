@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from itertools import count
+from types import MappingProxyType
 from typing import Final, Protocol, TypeAlias
 
 import attrs
@@ -53,6 +54,7 @@ from kvsp_core.roles.role import (
     StreamStarted,
     TimerFired,
 )
+from kvsp_core.roles.work import Numbers
 from kvsp_sim.blocks import described
 from kvsp_sim.disk import apply_write, catalogue
 from kvsp_sim.facts import Fact
@@ -64,12 +66,14 @@ from kvsp_sim.wire import request_on_wire, response_on_wire
 from kvsp_sim.witness import Witness
 
 __all__ = [
+    "Begin",
     "CallLost",
     "Crash",
     "Event",
     "ExploredNode",
     "MessageArrives",
     "Outcome",
+    "PeerCrashed",
     "Pending",
     "Persisted",
     "Timer",
@@ -111,13 +115,27 @@ class CallLost:
 
 
 @attrs.frozen
+class Begin:
+    """What the exploration is about begins; not an event of its own."""
+
+
+@attrs.frozen
+class PeerCrashed:
+    """Another node has crashed: a call to it that is open has no end but its failure, or an answer that is
+    under way. Not an event of its own; it comes with the crash.
+    """
+
+    peer: str
+
+
+@attrs.frozen
 class Crash:
     """The node crashes and starts again; what was being persisted became durable, or did not."""
 
     durable: bool
 
 
-Event: TypeAlias = MessageArrives | Timer | Persisted | Pending | CallLost | Crash
+Event: TypeAlias = MessageArrives | Timer | Persisted | Pending | CallLost | Begin | PeerCrashed | Crash
 
 
 @attrs.frozen
@@ -133,6 +151,7 @@ class _OpenCall:
     call: Call
     question: Question
     parts: int = 0  # how many parts of a streamed answer have come
+    broken: bool = False  # whether the peer has crashed since
 
 
 @attrs.define
@@ -196,10 +215,12 @@ class ExploredNode:
     """A role and the loop around it.
 
     `local` are properties that see this node's facts only, such as those that compare times of its clock.
-    `tiers` are empty at first; those in `surviving` outlive a crash. What storage and engine do is done at
+    `tiers` hold `blocks` at first; those in `surviving` outlive a crash. What storage and engine do is done at
     once, but for what the engine does under a name in `waits`, which is an event of its own. A POST whose
-    path is in `once` arrives once at most: HTTP does not send it again by itself, and each arrival makes
-    something new.
+    path begins with one of `once` arrives once at most: HTTP does not send it again by itself, and each
+    arrival makes something new. A call to a peer in `absent` fails at once. `own_effects` says what to do
+    with effects that only this role has. `begin` is called once, when all nodes have started and said what they
+    say at first. A node that `only_asks` gets no requests.
     """
 
     def __init__(
@@ -211,10 +232,15 @@ class ExploredNode:
         local: tuple[Property, ...] = (),
         can_crash: bool = False,
         tiers: tuple[str, ...] = (),
+        blocks: Mapping[BlockName, bytes] = MappingProxyType({}),
         surviving: tuple[str, ...] = (),
         engine: Callable[[ExploredNode], Engine] | None = None,
         waits: frozenset[str] = frozenset(),
-        once: frozenset[str] = frozenset(),
+        once: tuple[str, ...] = (),
+        absent: frozenset[str] = frozenset(),
+        own_effects: Mapping[type, Callable[..., None]] = MappingProxyType({}),
+        begin: Callable[[ExploredNode], None] | None = None,
+        only_asks: bool = False,
         now_ms: int = 1_000,
     ) -> None:
         self.base_uri = base_uri
@@ -229,7 +255,7 @@ class ExploredNode:
         self.requests: dict[int, _OpenRequest] = {}
         self.buffers: dict[int, bytes] = {}
         self.pending: list[tuple[Callable[..., None], tuple[object, ...]]] = []
-        self.tiers = {name: Shelf({}) for name in tiers}
+        self.tiers = {name: Shelf(dict(blocks)) for name in tiers}
         self.engine: Engine | None = None
         self.held: deque[Effect] = deque()
         self.persisting: Persist | None = None
@@ -239,8 +265,15 @@ class ExploredNode:
         self._make_engine = engine
         self._waits = waits
         self._once = once
-        self.arrived: set[Question] = set()
-        self._witness = witness
+        self._absent = absent
+        self._own_effects = own_effects
+        self.begin = begin
+        self.only_asks = only_asks
+        self.posts = 0
+        """How many requests that arrive once were sent in this life."""
+        self.waiting: frozenset[Hashable] = frozenset()
+        """Streams whose end a user here waits for."""
+        self.witness = witness
         self._messages: list[Message] = []
         self._inputs: deque[Input] = deque()
         self._due: deque[tuple[Callable[..., None], tuple[object, ...]]] = deque()
@@ -256,22 +289,28 @@ class ExploredNode:
         new.__dict__.update(self.__dict__)
         changing = (
             self.role, self.stored, self.calls, self.requests, self.buffers, self.pending, self.held,
-            self.tiers, self.engine, self._octets, self.local, self.arrived,
+            self.tiers, self.engine, self._octets, self.local,
         )  # fmt: skip
         (
             new.role, new.stored, new.calls, new.requests, new.buffers, new.pending, new.held,
-            new.tiers, new.engine, new._octets, new.local, new.arrived,
-        ) = copied(changing, owner=self, new_owner=new)  # fmt: skip
+            new.tiers, new.engine, new._octets, new.local,
+        ) = copied(changing, owner=self, new_owner=new, renew={Numbers: self._renumbered})  # fmt: skip
         new._messages = []
         new._inputs = deque()
         new._due = deque()
         return new
 
+    def _renumbered(self, numbers: Numbers) -> Numbers:
+        """Number calls on from the highest that is open: of those that are over nothing is left, so states
+        that differ in their number only are one.
+        """
+        return attrs.evolve(numbers, calls=max(self.calls, default=0))
+
     def freeze(self) -> Hashable:
         """Return the state as a hashable value."""
         state = (
             self.role, self.life, self.stored, self.calls, self.requests, self.buffers, self.pending,
-            self.held, self.persisting, self.tiers, self.engine, self._octets, self.arrived,
+            self.held, self.persisting, self.tiers, self.engine, self._octets, self.posts, self.waiting,
         )  # fmt: skip
         return frozen(state, self.now_ms, owner=self), tuple(one.freeze(self.now_ms) for one in self.local)
 
@@ -297,21 +336,21 @@ class ExploredNode:
         question while no copy of it is being answered.
         """
         if isinstance(message, Question):
-            if message in self.arrived:
-                return False
             return all(request.question != message for request in self.requests.values())
-        open_call = self.calls.get(message.question.call_id)
-        return (
-            open_call is not None
-            and open_call.question == message.question
-            and open_call.parts == message.part
+        return any(
+            open_call.question == message.question and open_call.parts == message.part
+            for open_call in self.calls.values()
         )
+
+    def arrives_once(self, question: Question) -> bool:
+        """Return whether a request for this node arrives once at most."""
+        return question.request.method == "POST" and question.request.path.startswith(self._once)
 
     def apply(self, event: Event) -> Outcome:
         """Let an event happen; return what came of it. Raises `Violation`."""
         self._messages = []
         self._facts: list[Fact] = []
-        self._witness.observe = self._observe
+        self.witness.observe = self.observe
         match event:
             case MessageArrives(Question() as question):
                 self._ask(question)
@@ -330,6 +369,12 @@ class ExploredNode:
                 self._inputs.append(CallFailed(call_id, "no answer"))
             case Persisted():
                 self._persisted()
+            case Begin():
+                assert self.begin is not None
+                self.begin(self)
+            case PeerCrashed(peer):
+                for open_call in self.calls.values():
+                    open_call.broken = open_call.broken or open_call.question.target == peer
             case Crash(durable):
                 self._crash(durable)
         self._drain()
@@ -339,12 +384,13 @@ class ExploredNode:
         """Start the role for the first time."""
         self._messages = []
         self._facts = []
-        self._witness.observe = self._observe
+        self.witness.observe = self.observe
         self._start()
         self._drain()
         return Outcome(tuple(self._messages), tuple(self._facts))
 
-    def _observe(self, fact: Fact) -> None:
+    def observe(self, fact: Fact) -> None:
+        """Take note of a fact, for the properties."""
         for one in self.local:
             one.observe(fact)
         self._facts.append(fact)
@@ -365,13 +411,13 @@ class ExploredNode:
                 random_bytes=self._octets,
             )
         )
-        self._witness.started(self)  # type: ignore[arg-type]
+        self.witness.started(self)  # type: ignore[arg-type]
         self._execute(self.role.start(self.now_ms))
 
     def _crash(self, durable: bool) -> None:
         if durable and self.persisting is not None:
             self._write(self.persisting)
-        self.persisting = None
+        self.persisting, self.posts = None, 0
         for table in (self.calls, self.requests, self.buffers, self.pending, self.held):
             table.clear()
         for name, shelf in self.tiers.items():
@@ -379,12 +425,13 @@ class ExploredNode:
                 shelf.blocks.clear()
         self._inputs.clear()
         self._due.clear()
-        self._witness.crashed(self)  # type: ignore[arg-type]
+        self.witness.crashed(self)  # type: ignore[arg-type]
         self._start()
 
     def _write(self, effect: Persist) -> None:
         for write in effect.writes:
             apply_write(self.stored, write)
+        self.witness.written(self, effect.writes)  # type: ignore[arg-type]
 
     def _persisted(self) -> None:
         assert self.persisting is not None
@@ -398,12 +445,10 @@ class ExploredNode:
     def _ask(self, question: Question) -> None:
         request_id = next(number for number in count(1) if number not in self.requests)
         self.requests[request_id] = _OpenRequest(question)
-        if question.request.method == "POST" and question.request.path in self._once:
-            self.arrived.add(question)
         self._inputs.append(RequestReceived(request_id, question.source, question.request))
 
     def _answer(self, answer: Answer) -> None:
-        call_id = answer.question.call_id
+        call_id = next(key for key, each in self.calls.items() if each.question == answer.question)
         open_call = self.calls[call_id]
         open_call.parts += 1
         if answer.response is not None and not answer.end:
@@ -418,6 +463,7 @@ class ExploredNode:
             return
         for line in answer.data.split(b"\n"):
             if line:
+                self.witness.line_received(self, open_call.call, line)  # type: ignore[arg-type]
                 self._inputs.append(LineReceived(call_id, line))
         if answer.end:
             del self.calls[call_id]
@@ -496,11 +542,13 @@ class ExploredNode:
                 self.buffers.pop(buffer, None)
             case Observe():
                 pass
+            case _ if type(effect) in self._own_effects:
+                self._own_effects[type(effect)](self, effect)
             case Store() | ReadBlock() | Drop() | Load():
                 self._use_tier(effect)
             case _:
                 assert self.engine is not None, f"{self.name} has no engine"
-                self._witness.commanded(self, effect)  # type: ignore[arg-type]
+                self.witness.commanded(self, effect)  # type: ignore[arg-type]
                 self.engine.execute(effect)  # type: ignore[arg-type]
 
     def _use_tier(self, effect: Store | ReadBlock | Drop | Load) -> None:
@@ -516,7 +564,7 @@ class ExploredNode:
                 self.deliver(JobFailed(job_id, JobFault.MISSING))
             case Drop(name):
                 shelf.blocks.pop(name, None)
-                self._witness.dropped(self, name)  # type: ignore[arg-type]
+                self.witness.dropped(self, name)  # type: ignore[arg-type]
             case Load(job_id):
                 self.deliver(JobDone(job_id, catalogue=catalogue(shelf.blocks)))
 
@@ -532,7 +580,7 @@ class ExploredNode:
 
     def _respond(self, effect: Respond, open_request: _OpenRequest) -> None:
         body = effect.body if isinstance(effect.body, bytes) else self.buffers[effect.body.buffer]
-        self._witness.responded(_Leg(self, open_request.question), effect, body)  # type: ignore[arg-type]
+        self.witness.responded(_Leg(self, open_request.question), effect, body)  # type: ignore[arg-type]
         response = response_on_wire(effect.response, None if effect.streaming else len(body))
         answer = Answer(open_request.question, 0, response, body, not effect.streaming)
         self._messages.append(answer)
@@ -545,8 +593,15 @@ class ExploredNode:
 
     def _call(self, effect: Call) -> None:
         body = effect.body if isinstance(effect.body, bytes) else self.buffers[effect.body.buffer]
-        self._witness.called(self, effect, body)  # type: ignore[arg-type]
+        self.witness.called(self, effect, body)  # type: ignore[arg-type]
+        if effect.base_uri in self._absent:
+            self._inputs.append(CallFailed(effect.call_id, "no such peer"))
+            return
         request = request_on_wire(effect.request, len(body))
-        question = Question(self.base_uri, effect.base_uri, self.life, effect.call_id, request, body)
+        number = effect.call_id
+        if request.method == "POST":
+            self.posts += 1
+            number = self.posts
+        question = Question(self.base_uri, effect.base_uri, self.life, number, request, body)
         self.calls[effect.call_id] = _OpenCall(effect, question)
         self._messages.append(question)

@@ -36,6 +36,7 @@ __all__ = [
     "RecordTaken",
     "RecordWithdrawn",
     "SessionClosed",
+    "SessionGivenUp",
     "SessionOwned",
     "SessionResumed",
     "SessionTold",
@@ -234,6 +235,13 @@ class SessionTold:
 
 
 @attrs.frozen(kw_only=True)
+class SessionGivenUp:
+    """A front end asked the controller to end a session: it may be forgotten from now on."""
+
+    session: str
+
+
+@attrs.frozen(kw_only=True)
 class SessionUnknown:
     """The controller answered that it knows nothing of a session."""
 
@@ -373,6 +381,7 @@ Fact: TypeAlias = (
     | SessionResumed
     | SessionClosed
     | SessionTold
+    | SessionGivenUp
     | SessionUnknown
     | StatusAcknowledged
     | PlanSent

@@ -24,7 +24,7 @@ from kvsp_sim.cluster import DESCRIPTOR
 from kvsp_sim.engine import block_octets
 from kvsp_sim.host import Start
 
-__all__ = ["TIER", "LeaseClient", "RoomSeeker", "lease_holder"]
+__all__ = ["TIER", "LeaseClient", "RoomSeeker", "lease_holder", "lease_policy"]
 
 TIER: Final = "local-storage"
 HOLDER: Final = "https://holder/"
@@ -33,15 +33,20 @@ _LEASED, _OTHER = "a" * 64, "b" * 64
 _TTL_MS: Final = 40
 _AGAIN_MS: Final = 40
 _CALL_MS: Final = 1_000
+_CALL: Final = 1  # one at a time
 
 
-def lease_holder(clients: tuple[str, ...], start: Start) -> Holder:
-    """Return a holder with room for one block, which every client may use."""
+def lease_policy(clients: tuple[str, ...]) -> Policy:
+    """Return a policy by which every client may use the holder."""
     everyone = [HOLDER, *clients]
-    policy = Policy(
+    return Policy(
         dict.fromkeys(everyone, (RoleName.HOLDER,)),
         {_SCOPE: ScopeRules(read=everyone, write=everyone)},  # type: ignore[arg-type]
     )
+
+
+def lease_holder(policy: Policy, start: Start) -> Holder:
+    """Return a holder with room for one block."""
     size = ContainerHeader.for_layers(DESCRIPTOR).size_bytes
     return Holder(
         base_uri=HOLDER,
@@ -58,7 +63,6 @@ class _Client:
 
     def __init__(self, base_uri: str) -> None:
         self.base_uri = base_uri
-        self._calls = 0
         self._due_ms: int | None = None
 
     def next_deadline_ms(self) -> int | None:
@@ -66,11 +70,8 @@ class _Client:
         return self._due_ms
 
     def _call(self, operation: Operation, body: object = None) -> tuple[Effect, ...]:
-        self._calls += 1
         request, octets = request_for(operation, body)
-        return (
-            Call(call_id=self._calls, base_uri=HOLDER, request=request, body=octets, timeout_ms=_CALL_MS),
-        )
+        return (Call(call_id=_CALL, base_uri=HOLDER, request=request, body=octets, timeout_ms=_CALL_MS),)
 
     def _put(self, key: str) -> tuple[Effect, ...]:
         octets = block_octets(DESCRIPTOR, key.encode(), 0)

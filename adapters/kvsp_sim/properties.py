@@ -47,6 +47,7 @@ from kvsp_sim.facts import (
     RecordTaken,
     RecordWithdrawn,
     SessionClosed,
+    SessionGivenUp,
     SessionOwned,
     SessionResumed,
     SessionTold,
@@ -423,26 +424,28 @@ class SessionsAreFenced(Property):
 
 class AcknowledgedIsKept(Property):
     """What was acknowledged is there after any crash (CP-2): a session resumes from all tokens
-    acknowledged, and is not unknown before it is closed.
+    acknowledged, and is not unknown before it is closed or its front end asks to end it.
     """
 
     name = "acknowledged_is_kept"
 
     def __init__(self) -> None:
         self._kept: dict[str, tuple[int, ...]] = {}
+        self._given_up: set[str] = set()
 
     def _handlers(self) -> Mapping[type, Callable[..., None]]:
         return {
             CheckpointAcknowledged: self._acknowledged,
             SessionResumed: self._resumed,
             SessionTold: self._told,
+            SessionGivenUp: self._gave_up,
             SessionUnknown: self._unknown,
             SessionClosed: self._closed,
         }
 
     def freeze(self, now_ms: int = 0) -> Hashable:
-        """Return what was acknowledged."""
-        return frozenset(self._kept.items())
+        """Return what was acknowledged, and which sessions may end."""
+        return frozenset(self._kept.items()), frozenset(self._given_up)
 
     def _acknowledged(self, fact: CheckpointAcknowledged) -> None:
         kept = self._kept.get(fact.session, ())
@@ -466,8 +469,11 @@ class AcknowledgedIsKept(Property):
         if fact.offset < kept:
             self.fail(f"session {fact.session}: {fact.offset} tokens are recorded, {kept} were acknowledged")
 
+    def _gave_up(self, fact: SessionGivenUp) -> None:
+        self._given_up.add(fact.session)
+
     def _unknown(self, fact: SessionUnknown) -> None:
-        if fact.session in self._kept:
+        if fact.session in self._kept and fact.session not in self._given_up:
             self.fail(f"session {fact.session} is unknown, though a checkpoint of it was acknowledged")
 
     def _closed(self, fact: SessionClosed) -> None:

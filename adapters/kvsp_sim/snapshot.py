@@ -7,10 +7,11 @@ time remaining: equal values mean that the objects do the same from here on.
 from __future__ import annotations
 
 import re
+import struct
 import types
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from enum import Enum
 from functools import lru_cache, partial
@@ -18,23 +19,34 @@ from typing import Any, Final
 
 import attrs
 
+from kvsp_core.roles.authorization import Policy
 from kvsp_core.roles.work import Numbers
 
 __all__ = ["copied", "frozen"]
 
 _PLAIN: Final = frozenset({int, str, bytes, bool, float, type(None), type, range})
-_OPAQUE: Final = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, re.Pattern, Enum, type)
+_OPAQUE: Final = (
+    *(types.FunctionType, types.BuiltinFunctionType, types.ModuleType, re.Pattern, Enum, type),
+    *(struct.Struct, Policy),
+)
 _POINT_IN_TIME: Final = re.compile(
     r"(?:^|_)(?:at|deadline|due|until|expiry|expires|since|next|last|started)_ms$"
 )
 
 
-def copied(value: Any, *, owner: object = None, new_owner: object = None) -> Any:
+def copied(
+    value: Any,
+    *,
+    owner: object = None,
+    new_owner: object = None,
+    renew: Mapping[type, Callable[[Any], Any]] = types.MappingProxyType({}),
+) -> Any:
     """Return a copy that shares nothing that can change with the original.
 
-    Where `owner` is referred to within, the copy refers to `new_owner`.
+    Where `owner` is referred to within, the copy refers to `new_owner`. Of the types in `renew` the copy is
+    what the function makes of the original.
     """
-    return _copy(value, {} if owner is None else {id(owner): (new_owner, owner)})
+    return _copy(value, {} if owner is None else {id(owner): (new_owner, owner)}, renew)
 
 
 def frozen(value: Any, now_ms: int, *, owner: object = None) -> Hashable:
@@ -42,9 +54,10 @@ def frozen(value: Any, now_ms: int, *, owner: object = None) -> Hashable:
 
     What has a `freeze` of its own is asked; of other objects all attributes count. An integer attribute whose
     name says that it is a point in time (``..._at_ms``, ``..._deadline_ms``) counts as its distance from
-    `now_ms`. Functions stand for themselves, and so does `owner`, where it is referred to within.
+    `now_ms`. Functions stand for themselves, and so does `owner`, where it is referred to within. Of a method
+    only the name counts: what it is bound to is a part of the state by itself.
     """
-    return _freeze(value, "", now_ms, [] if owner is None else [id(owner)])
+    return _Freezing(now_ms, owner).freeze(value)
 
 
 @lru_cache(maxsize=1024)
@@ -65,6 +78,7 @@ _TIMELESS: Final = frozenset(
         "ext_messages",
         "identity",
         "problems",
+        "resources",
         "roles.role",
         "roles.engine",
     )
@@ -92,7 +106,7 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
             yield name, getattr(value, name)
 
 
-def _copy(value: Any, done: dict[int, Any]) -> Any:
+def _copy(value: Any, done: dict[int, Any], renew: Mapping[type, Callable[[Any], Any]]) -> Any:
     kind = type(value)
     if kind in _PLAIN or isinstance(value, _OPAQUE) or _is_immutable(kind):  # type: ignore[arg-type]
         return value
@@ -103,82 +117,98 @@ def _copy(value: Any, done: dict[int, Any]) -> Any:
         new = kind()
         done[id(value)] = (new, value)
         for key, item in value.items():
-            new[_copy(key, done)] = _copy(item, done)
+            new[_copy(key, done, renew)] = _copy(item, done, renew)
         return new
     if kind is list or kind is deque:
         new = kind() if kind is list else deque(maxlen=value.maxlen)
         done[id(value)] = (new, value)
-        new.extend(_copy(item, done) for item in value)
+        new.extend(_copy(item, done, renew) for item in value)
         return new
-    new = _copy_other(value, kind, done)
+    new = renew[kind](value) if kind in renew else _copy_other(value, kind, done, renew)
     done[id(value)] = (new, value)
     return new
 
 
-def _copy_other(value: Any, kind: type, done: dict[int, Any]) -> Any:
+def _copy_other(
+    value: Any, kind: type, done: dict[int, Any], renew: Mapping[type, Callable[[Any], Any]]
+) -> Any:
     if kind is tuple:
-        return tuple(_copy(item, done) for item in value)
+        return tuple(_copy(item, done, renew) for item in value)
     if kind is set or kind is frozenset:
-        return kind(_copy(item, done) for item in value)
+        return kind(_copy(item, done, renew) for item in value)
     if kind is bytearray or kind is array:
         return value[:]
     if kind is types.MethodType:
-        return types.MethodType(value.__func__, _copy(value.__self__, done))
+        return types.MethodType(value.__func__, _copy(value.__self__, done, renew))
     if kind is partial:
-        return partial(_copy(value.func, done), *_copy(value.args, done), **_copy(value.keywords, done))
+        parts = (value.func, value.args, value.keywords)
+        function, arguments, named = (_copy(part, done, renew) for part in parts)
+        return partial(function, *arguments, **named)
     if hasattr(value, "hexdigest") or isinstance(value, types.MappingProxyType) or kind.__module__ == "numpy":
         return value.copy() if not isinstance(value, types.MappingProxyType) else value
     new: Any = object.__new__(kind)
     done[id(value)] = (new, value)
     for name, item in _attributes(value):
-        object.__setattr__(new, name, _copy(item, done))
+        object.__setattr__(new, name, _copy(item, done, renew))
     return new
 
 
-def _freeze(value: Any, name: str, now_ms: int, inside: list[int]) -> Hashable:
-    kind = type(value)
-    if kind in _PLAIN:
-        if kind is int and name and _POINT_IN_TIME.search(name):
-            return ("in", value - now_ms)
-        plain: Hashable = value
-        return plain
-    if kind is Numbers:
-        return ()  # counters: what is numbered by them and still open is in the state by its number
-    if isinstance(value, _OPAQUE) or _is_timeless(kind):  # type: ignore[arg-type]
-        itself: Hashable = value
-        return itself
-    if id(value) in inside:
-        return ("within", len(inside) - inside.index(id(value)))
-    inside.append(id(value))
-    try:
-        return _freeze_structure(value, name, now_ms, inside)
-    finally:
-        inside.pop()
+class _Freezing:
+    """One call of `frozen`: what is being frozen just now, and what was, so that it is done once."""
 
+    def __init__(self, now_ms: int, owner: object) -> None:
+        self.now_ms = now_ms
+        self._inside = [] if owner is None else [id(owner)]
+        self._references = 0  # to what is being frozen
+        self._done: dict[tuple[int, str], Hashable] = {}
 
-def _freeze_structure(value: Any, name: str, now_ms: int, inside: list[int]) -> Hashable:
-    if isinstance(value, list | tuple | deque):
-        return tuple(_freeze(item, name, now_ms, inside) for item in value)
-    if isinstance(value, Mapping):
-        items = (
-            (_freeze(key, "", now_ms, inside), _freeze(item, name, now_ms, inside))
-            for key, item in value.items()
-        )
-        return tuple(items) if isinstance(value, OrderedDict) else frozenset(items)
-    if isinstance(value, AbstractSet):
-        return frozenset(_freeze(item, name, now_ms, inside) for item in value)
-    if isinstance(value, bytearray | memoryview | array):
-        return bytes(value)
-    if isinstance(value, types.MethodType):
-        return value.__func__.__qualname__, _freeze(value.__self__, "", now_ms, inside)
-    if isinstance(value, partial):
-        parts = (value.func, value.args, value.keywords)
-        return tuple(_freeze(part, "", now_ms, inside) for part in parts)
-    if hasattr(value, "hexdigest"):
-        return bytes(value.digest())
-    if hasattr(value, "freeze"):
-        own: Hashable = value.freeze(now_ms)
-        return type(value), own
-    return type(value), tuple(
-        (field, _freeze(item, field, now_ms, inside)) for field, item in _attributes(value)
-    )
+    def freeze(self, value: Any, name: str = "") -> Hashable:
+        kind = type(value)
+        if kind in _PLAIN:
+            if kind is int and name and _POINT_IN_TIME.search(name):
+                return ("in", value - self.now_ms)
+            plain: Hashable = value
+            return plain
+        if kind is Numbers:
+            return ()  # counters: what is numbered by them and still open is in the state by its number
+        if isinstance(value, _OPAQUE) or _is_timeless(kind):  # type: ignore[arg-type]
+            itself: Hashable = value
+            return itself
+        if kind is types.MethodType:
+            return ("method", value.__func__.__qualname__)
+        known = (id(value), name)
+        if known in self._done:
+            return self._done[known]
+        inside = self._inside
+        if known[0] in inside:
+            self._references += 1
+            return ("within", len(inside) - inside.index(known[0]))
+        before = self._references
+        inside.append(known[0])
+        try:
+            result = self._structure(value, name)
+        finally:
+            inside.pop()
+        if self._references == before:
+            self._done[known] = result
+        return result
+
+    def _structure(self, value: Any, name: str) -> Hashable:
+        freeze = self.freeze
+        if isinstance(value, list | tuple | deque):
+            return tuple([freeze(item, name) for item in value])
+        if isinstance(value, Mapping):
+            items = [(freeze(key), freeze(item, name)) for key, item in value.items()]
+            return tuple(items) if isinstance(value, OrderedDict) else frozenset(items)
+        if isinstance(value, AbstractSet):
+            return frozenset([freeze(item, name) for item in value])
+        if isinstance(value, bytearray | memoryview | array):
+            return bytes(value)
+        if isinstance(value, partial):
+            return tuple([freeze(part) for part in (value.func, value.args, value.keywords)])
+        if hasattr(value, "hexdigest"):
+            return bytes(value.digest())
+        if hasattr(value, "freeze"):
+            own: Hashable = value.freeze(self.now_ms)
+            return type(value), own
+        return type(value), tuple([(field, freeze(item, field)) for field, item in _attributes(value)])

@@ -7,7 +7,7 @@ what they load, draw and free.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -15,7 +15,7 @@ import msgspec
 from kvsp_core.heads import Response
 from kvsp_core.identity import component_id
 from kvsp_core.roles.engine import DropShard, EngineCommand, LoadShard
-from kvsp_core.roles.role import BlockName, Call, Respond
+from kvsp_core.roles.role import BlockName, Call, Put, Respond, Write
 from kvsp_sim.facts import (
     BlockEvicted,
     CheckpointAcknowledged,
@@ -38,6 +38,7 @@ from kvsp_sim.facts import (
     RecordTaken,
     RecordWithdrawn,
     SessionClosed,
+    SessionGivenUp,
     SessionOwned,
     SessionResumed,
     SessionTold,
@@ -157,6 +158,10 @@ class _Line(msgspec.Struct):
     token: int
 
 
+class _Stored(msgspec.Struct):
+    kind: str = ""
+
+
 class _Session(msgspec.Struct):
     state: str
     session: str = ""
@@ -185,6 +190,7 @@ _read_placement = msgspec.json.Decoder(_PlacementRequest).decode
 _read_scoped = msgspec.json.Decoder(_Scoped).decode
 _read_directive = msgspec.json.Decoder(_Directive).decode
 _read_sessions = msgspec.json.Decoder(_Sessions).decode
+_read_stored = msgspec.json.Decoder(_Stored).decode
 _read_session = msgspec.json.Decoder(_Session).decode
 
 _GONE = ("ended", "failed", "cancelled", "finished")
@@ -205,7 +211,6 @@ class Witness:
         self._streams_by_prompt: dict[tuple[int, ...], Hashable] = {}
         self._streams: dict[str, Hashable] = {}
         self._scopes: dict[str, str] = {}  # of sessions, blocks and shard maps, by their names
-        self._given_up: set[str] = set()  # sessions that their front end asked to end
         self._faulty: set[tuple[str, str]] = set()
         self._answers: dict[tuple[str, str], Callable[[Leg, Respond, bytes], None]] = {
             ("PUT", "replicas"): self._record_taken,
@@ -259,7 +264,7 @@ class Witness:
             self.overheard.checkpoints.append((path.split("/")[1], body))
         elif request.method == "DELETE" and path.startswith("ext/sessions/"):
             if host.base_uri not in self.strangers:
-                self._given_up.add(path.split("/")[2])
+                self.observe(SessionGivenUp(session=path.split("/")[2]))
         elif request.method == "DELETE" and path.startswith("replicas/"):
             holder, key = path.split("/")[1:]
             self.observe(WithdrawalSent(holder=self._holder(holder), block=key))
@@ -284,6 +289,16 @@ class Witness:
     def crashed(self, host: Host) -> None:
         """A role lost its memory."""
         self.observe(MemberRestarted(member=host.base_uri))
+
+    def written(self, host: Host, writes: Iterable[Write]) -> None:
+        """Writes of a role are durable: a session that has failed, as it was not able to say in time."""
+        for write in writes:
+            if (
+                type(write) is Put
+                and write.table == "sessions"
+                and _read_stored(write.value).kind == "failed"
+            ):
+                self.observe(SessionClosed(session=write.key))
 
     def tier_fault(self, host: Host, name: BlockName) -> None:
         """A tier gave a block out wrong, or not at all."""
@@ -427,12 +442,8 @@ class Witness:
                     generated=tuple(checkpoint.generated),
                 )
             )
-        elif effect.response.status == 404 and self._expected(leg, session):
+        elif effect.response.status == 404 and leg.client not in self.strangers:
             self.observe(SessionUnknown(session=session))
-
-    def _expected(self, leg: Leg, session: str) -> bool:
-        """Return whether a session should be known to this client as far as anybody has said."""
-        return session not in self._given_up and leg.client not in self.strangers
 
     def _placed(self, leg: Leg, effect: Respond, body: bytes) -> None:
         if effect.response.is_success:
@@ -460,7 +471,7 @@ class Witness:
                 for one in _read_sessions(body).sessions:
                     self.observe(SessionTold(session=one.session, offset=one.output_offset))
             return
-        if effect.response.status == 404 and self._expected(leg, parts[2]):
+        if effect.response.status == 404 and leg.client not in self.strangers:
             self.observe(SessionUnknown(session=parts[2]))
         elif effect.response.is_success:
             self._disclosed_of(leg.client, parts[2])

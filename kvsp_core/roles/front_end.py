@@ -322,7 +322,8 @@ class FrontEnd:
             if generation.cached_tokens is not None:
                 self._own.append(GenerationPlaced(number, generation.cached_tokens))
                 generation.cached_tokens = None
-            generation.since_ms = now_ms
+            if not generation.failures:  # streams that begin and bring no token lead nowhere
+                generation.since_ms = now_ms
             generation.prompt_wanted = generation.output.next_index == 0
 
     def _line(self, call_id: int, line: bytes, now_ms: int) -> None:
@@ -378,11 +379,13 @@ class FrontEnd:
             self._fail(number, generation, 502, "the session was ended by somebody else")
         elif info.instance is None:
             self._retry(number, generation, now_ms)
-        elif (info.instance, info.epoch) != (generation.instance, generation.epoch):
-            generation.instance, generation.epoch = info.instance, info.epoch
-            self._work.observe("kvsp_front_end_reattached")
-            self._attach(number, generation)
         else:
+            if (info.instance, info.epoch) != (generation.instance, generation.epoch):
+                generation.instance, generation.epoch = info.instance, info.epoch
+                self._work.observe("kvsp_front_end_reattached")
+            # Once a session has begun it goes on from its checkpoint: with the prompt an instance that has
+            # not heard of that yet would begin it anew.
+            generation.prompt_wanted = info.state == "placed"
             self._attach(number, generation)
 
     # Ends

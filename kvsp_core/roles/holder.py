@@ -171,6 +171,7 @@ class Holder:
         self.policy = policy
         self.descriptors = descriptors or Descriptors()
         self._work = Work(numbers)
+        self._alone = numbers is None
         self._blocks = HeldBlocks(
             self._work,
             holder=base_uri,
@@ -238,6 +239,8 @@ class Holder:
         self._blocks.settle(now_ms)
         if not self._loading and not self._stopping:
             self._blocks.moves.make_free(now_ms)
+        if self._alone:
+            self.take_news()  # nobody else does
         return self._work.take()
 
     def _allow(self, client: str, operation: Operation) -> Problem | None:

@@ -10,7 +10,7 @@ of a prompt; where that guess is wrong, a block goes earlier or later than it mi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Final
 
 import attrs
@@ -237,3 +237,22 @@ class Holdings:
             if block in tier.unused:
                 held.orphan = True
                 tier.orphans[block] = tier.unused.pop(block)
+
+    # The whole state
+
+    def freeze(self, now_ms: int) -> Hashable:
+        """Return all that is held as a hashable value. Of when blocks were used last only the order counts."""
+        held = (
+            (block, each.tier, each.evictable, each.block.repr_digest) for block, each in self._held.items()
+        )
+        uses = sorted(
+            (use, name, block, block in tier.orphans)
+            for name, tier in self._tiers.items()
+            for block, use in (*tier.unused.items(), *tier.orphans.items())
+        )
+        return (
+            tuple(sorted(held)),
+            tuple(sorted(self._next.items())),
+            tuple(tier.used_bytes for tier in self._tiers.values()),
+            tuple(use[1:] for use in uses),
+        )

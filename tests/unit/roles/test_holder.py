@@ -39,6 +39,7 @@ from kvsp_core.roles.role import (
     ReceiveBlock,
     RequestEnded,
 )
+from kvsp_core.roles.work import Numbers
 from tests.unit.roles.holder_kit import (
     ALICE,
     BOB,
@@ -631,7 +632,7 @@ def test_descriptors_are_served() -> None:
 
 
 def test_an_instance_adds_keeps_and_loses_blocks() -> None:
-    loop = Loop(blocks=1).start()
+    loop = Loop(blocks=1, numbers=Numbers()).start()
     local: LocalBlocks = loop.holder
     octets = container()
     stored = described(octets)
@@ -655,14 +656,14 @@ def test_an_instance_adds_keeps_and_loses_blocks() -> None:
 
 
 def test_a_block_that_an_instance_cannot_keep_is_told() -> None:
-    loop = Loop(blocks=1).start()
+    loop = Loop(blocks=1, numbers=Numbers()).start()
     loop.put(K[0])
     loop.lease(K[0])
     loop.buffers[900] = container()
     ticket, effects = loop.holder.add(NAMES[1], 900, **described(container()), now_ms=0)
     assert effects == ()
     assert loop.holder.take_news() == (BlockNotAdded(ticket, NAMES[1]),)
-    faulty = Loop().start()
+    faulty = Loop(numbers=Numbers()).start()
     faulty.faults["host"] = JobFault.FULL
     faulty.buffers[900] = container()
     ticket, effects = faulty.holder.add(NAMES[0], 900, **described(container()), now_ms=0)
@@ -760,3 +761,10 @@ def test_a_holder_that_publishes_nothing_is_safe_to_stop_at_once() -> None:
     assert not loop.holder.safe_to_stop
     loop.do(loop.holder.stop(loop.now_ms))
     assert loop.holder.safe_to_stop
+
+
+def test_a_holder_that_is_alone_keeps_no_news() -> None:
+    loop = Loop(blocks=1).start()
+    for key in (K[0], K[1], K[0]):
+        assert loop.put(key) == 201
+    assert loop.holder.take_news() == ()
