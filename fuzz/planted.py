@@ -14,6 +14,8 @@ or by the explorer:
 
     # found by: explore reshard --crashes 1
     # breaks: one_owner
+
+Where there are several such lines, each has to find it.
 """
 
 from __future__ import annotations
@@ -54,15 +56,16 @@ def read_planted() -> list[Planted]:
     found = []
     for path in sorted(PLANTED.glob("*.patch")):
         text = path.read_text(encoding="utf-8")
-        command = re.search(r"^# found by: (.+)$", text, re.MULTILINE)
+        lines = re.findall(r"^# found by: (.+)$", text, re.MULTILINE)
         breaks = re.search(r"^# breaks: (.+)$", text, re.MULTILINE)
-        if command is None or breaks is None:
+        if not lines or breaks is None:
             raise SystemExit(f"{path.name}: add the lines '# found by: COMMAND' and '# breaks: PROPERTY'")
-        words = tuple(shlex.split(command[1]))
-        commands: tuple[tuple[str, ...], ...] = (words,)
-        if words[0] == "simulate":
-            commands = tuple((*words, "--seeds", seeds, "--stop") for seeds in RANGES)
-        found.append(Planted(path.stem, commands, tuple(breaks[1].split()), path))
+        commands: list[tuple[str, ...]] = []
+        for line in lines:
+            words = tuple(shlex.split(line))
+            ranges = RANGES if words[0] == "simulate" else ()
+            commands += [(*words, "--seeds", seeds, "--stop") for seeds in ranges] or [words]
+        found.append(Planted(path.stem, tuple(commands), tuple(breaks[1].split()), path))
     return found
 
 
@@ -79,7 +82,9 @@ def look_for(planted: Planted, *, ranges: int = len(RANGES)) -> str | None:
         done = subprocess.run(patch, cwd=tree, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             return f"the patch does not apply any more, record it anew: {done.stdout.strip()[:200]}"
-        for command in planted.commands[:ranges]:
+        explorations = [command for command in planted.commands if command[0] == "explore"]
+        simulations = [command for command in planted.commands if command[0] == "simulate"]
+        for command in (*explorations, *simulations[:ranges]):
             wrong = _look(tree, command, planted.breaks)
             if wrong is not None:
                 return f"{' '.join(command)}: {wrong}"

@@ -112,19 +112,39 @@ def _run_many(seeds: range, options: Options, jobs: int, stop: bool) -> int:
     return 1 if failed else 0
 
 
+class _Bound(click.ParamType):  # type: ignore[type-arg]
+    """How often something may happen: a number, or ``any``."""
+
+    name = "N|any"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> object:
+        """Return the number, or ``any``."""
+        if value != "any" and not str(value).isdecimal():
+            self.fail(f"{value!r} is no bound; give a number, or any", param, ctx)
+        return value if value == "any" else int(str(value))
+
+
 @click.command("explore")
 @click.argument("configuration", type=click.Choice(sorted(CONFIGURATIONS)))
 @click.option("--members", type=click.IntRange(1, 8), default=None, help="Members of the group, or clients.")
 @click.option("--crashes", type=click.IntRange(min=0), default=None, help="Crashes in one timeline.")
-@click.option("--losses", type=click.IntRange(min=0), default=None, help="Calls that fail in one timeline.")
-@click.option("--timers", type=click.IntRange(min=0), default=None, help="Timers that fire in one timeline.")
+@click.option("--partitions", type=click.IntRange(min=0), default=None,
+              help="Pairs of nodes that are separated in one timeline.")  # fmt: skip
+@click.option(
+    "--losses",
+    type=click.IntRange(min=0),
+    default=None,
+    help="Calls that fail in one timeline beside those that a crash or a partition lets fail.",
+)
+@click.option("--timers", type=_Bound(), default=None, help="Timers that go off in one timeline.")
 @click.option("--max-states", type=click.IntRange(min=1), default=5_000_000, show_default=True)
 def explore_command(
     configuration: str,
     members: int | None,
     crashes: int | None,
+    partitions: int | None,
     losses: int | None,
-    timers: int | None,
+    timers: int | str | None,
     max_states: int,
 ) -> int:
     """Go through every order of events of a small cluster, within bounds.
@@ -133,8 +153,9 @@ def explore_command(
     status 1.
     """
     chosen = CONFIGURATIONS[configuration]
-    given = {"crashes": crashes, "losses": losses, "timers": timers}
-    bounds = attrs.evolve(chosen.bounds, **{name: n for name, n in given.items() if n is not None})
+    given = {"crashes": crashes, "partitions": partitions, "losses": losses, "timers": timers}
+    changes = {name: None if n == "any" else n for name, n in given.items() if n is not None}
+    bounds = attrs.evolve(chosen.bounds, **changes)  # type: ignore[arg-type]
     started = time.monotonic()
     nodes, properties = chosen.build(chosen.members if members is None else members)
     found = explore(nodes, properties, bounds, max_states=max_states)
@@ -142,8 +163,10 @@ def explore_command(
 
 
 def _tell_exploration(name: str, bounds: Bounds, found: Exploration, took: float) -> int:
+    timers = "any number of" if bounds.timers is None else bounds.timers
     click.echo(
-        f"{name}, at most {bounds.crashes} crashes, {bounds.losses} failed calls, {bounds.timers} timers: "
+        f"{name}, at most {bounds.crashes} crashes, {bounds.partitions} partitions, "
+        f"{bounds.losses} failed calls, {timers} timers: "
         f"{found.states:,} states, {found.transitions:,} transitions, depth {found.depth}, {took:.0f} s"
     )
     if found.finding is not None:

@@ -97,17 +97,20 @@ def _session(crashes: str, members: int) -> tuple[Sequence[ExploredNode], Proper
             waits=frozenset({"_draw"}),
             once=("ext/sessions/",),
             absent=frozenset({ABSENT}),
+            patient=True,
+            parts_from=(CONTROLLER, FRONT_END) if name == group.instances[0] else (),
         )
         for name in group.instances
     ]
     nodes.append(
         ExploredNode(
             FRONT_END,
-            group.front_end,
+            group.front_end,  # type: ignore[arg-type]
             witness=witness,
             own_effects=USER_EFFECTS,
             begin=partial(ask, group.output),
             only_asks=True,
+            patient=True,
         )
     )
     return nodes, properties
@@ -150,7 +153,7 @@ def _lease(members: int) -> tuple[Sequence[ExploredNode], Properties]:
     seeker = "https://seeker/"
 
     def client(number: int, _: Start) -> LeaseClient:
-        return LeaseClient(names[number], stores=number == 0)
+        return LeaseClient(names[number], number=number)
 
     nodes = [
         ExploredNode(
@@ -172,13 +175,14 @@ def _lease(members: int) -> tuple[Sequence[ExploredNode], Properties]:
 CONFIGURATIONS: Final[Mapping[str, Configuration]] = MappingProxyType(
     {
         "reshard": Configuration(
-            about="a group that reshards twice, its controller crashing before and after its decision",
+            about="the machines of a group that reshards twice, its controller crashing before and after its "
+            "decision",
             bounds=Bounds(crashes=2),
             members=3,
             build=partial(_reshard, "controller"),
         ),
         "reshard-member": Configuration(
-            about="a group that reshards twice, the member that gains a range crashing",
+            about="the machines of a group that reshards twice, the member that gains a range crashing",
             bounds=Bounds(crashes=1),
             members=3,
             build=partial(_reshard, "member"),
@@ -196,14 +200,26 @@ CONFIGURATIONS: Final[Mapping[str, Configuration]] = MappingProxyType(
             build=partial(_reshard_roles, "member"),
         ),
         "session": Configuration(
-            about="a session that moves between instances that crash or are cut off",
+            about="a session whose instances crash",
             bounds=Bounds(crashes=1),
             members=2,
             build=partial(_session, "instances"),
         ),
+        "session-partition": Configuration(
+            about="a session whose instance is cut off from its controller or its front end",
+            bounds=Bounds(partitions=1, timers=1),
+            members=2,
+            build=partial(_session, "instances"),
+        ),
+        "session-controller": Configuration(
+            about="a session whose controller crashes",
+            bounds=Bounds(crashes=1),
+            members=2,
+            build=partial(_session, "controller"),
+        ),
         "lease": Configuration(
             about="clients that lease a block of a holder with room for one, and one that wants the room",
-            bounds=Bounds(crashes=1, timers=3),
+            bounds=Bounds(crashes=1, timers=2),
             members=2,
             build=_lease,
         ),

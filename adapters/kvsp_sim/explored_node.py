@@ -176,6 +176,7 @@ class _Leg:
     """A request as the witness wants to see it."""
 
     connection: Final = _Connection()
+    open: Final = True
 
     def __init__(self, node: ExploredNode, question: Question) -> None:
         self.server = node
@@ -215,12 +216,13 @@ class ExploredNode:
     """A role and the loop around it.
 
     `local` are properties that see this node's facts only, such as those that compare times of its clock.
-    `tiers` hold `blocks` at first; those in `surviving` outlive a crash. What storage and engine do is done at
-    once, but for what the engine does under a name in `waits`, which is an event of its own. A POST whose
+    `tiers` hold `blocks` at first; those in `surviving` outlive a crash. What storage and engine do is done
+    at once, but for what the engine does under a name in `waits`, which is an event of its own. A POST whose
     path begins with one of `once` arrives once at most: HTTP does not send it again by itself, and each
     arrival makes something new. A call to a peer in `absent` fails at once. `own_effects` says what to do
-    with effects that only this role has. `begin` is called once, when all nodes have started and said what they
-    say at first. A node that `only_asks` gets no requests.
+    with effects that only this role has. `begin` is called once, when all nodes have started and said what
+    they say at first. A node that `only_asks` gets no requests. The timers of one that is `patient` go off
+    only where nothing else can happen. A partition may separate it from one of `parts_from`.
     """
 
     def __init__(
@@ -241,6 +243,8 @@ class ExploredNode:
         own_effects: Mapping[type, Callable[..., None]] = MappingProxyType({}),
         begin: Callable[[ExploredNode], None] | None = None,
         only_asks: bool = False,
+        patient: bool = False,
+        parts_from: tuple[str, ...] = (),
         now_ms: int = 1_000,
     ) -> None:
         self.base_uri = base_uri
@@ -269,6 +273,8 @@ class ExploredNode:
         self._own_effects = own_effects
         self.begin = begin
         self.only_asks = only_asks
+        self.patient = patient
+        self.parts_from = parts_from
         self.posts = 0
         """How many requests that arrive once were sent in this life."""
         self.waiting: frozenset[Hashable] = frozenset()

@@ -9,11 +9,11 @@ work is looking up.
 What can make no difference any more is left out of the state, so that fewer are told apart:
 
 - An answer to a call that is over, and a part of a stream that has been taken: nobody takes it.
-- A GET that has arrived, or whose call is over: it changes nothing, and of several answers one would be taken,
-  so it is enough that the GET arrives when that one is made.
-- Once no crash can come, a node that only asks, waits for one answer and can take the next part of it, does so
-  before anything else happens: nothing that others do can take that part away, and what they do is the same
-  before it and after. Whether the call fails instead is tried too.
+- A GET that has arrived, or whose call is over: it changes nothing, and of several answers one would be
+  taken, so it is enough that the GET arrives when that one is made.
+- Once no crash can come, a node that only asks, waits for one answer and can take the next part of it, does
+  so before anything else happens: nothing that others do can take that part away, and what they do is the
+  same before it and after. Whether the call fails instead is tried too.
 - Once no crash can come, a write becomes durable at once: waiting for it is a delay of the messages that are
   held back for it, and each message may be late anyway.
 
@@ -195,7 +195,7 @@ class _Messages:
         self.answers: dict[int, int] = {}
         """Question -> bits of the answers to it."""
         self.about: list[tuple[int, int, int]] = []
-        """For each message: the place of who asked, the number of the question, the part (-1: the question)."""
+        """For each message: the place of who asked, the number of the question, the part (-1: itself)."""
 
     def number(self, message: Message) -> int:
         number = self._numbers.get(message)
@@ -290,6 +290,7 @@ class _Search:
     def __init__(self, nodes: Sequence[ExploredNode], properties: Properties, bounds: Bounds) -> None:
         self.names = [node.name for node in nodes]
         self._count = len(nodes)
+        self._nodes = nodes
         self.messages = _Messages(nodes)
         self.spaces = [_NodeSpace(self.messages) for _ in nodes]
         self._properties = _PropertySpace(properties)
@@ -319,7 +320,8 @@ class _Search:
         if beginning:
             state = self._settled(state)
         for place in beginning:
-            state = _unbroken(self._after(state, place, Begin(), left)) or state
+            after = self._after(state, place, Begin(), left)
+            state = state if after is None else _unbroken(after)
         return state
 
     def _settled(self, state: State) -> State:
@@ -336,7 +338,7 @@ class _Search:
                 after = None if place is None else self._after(state, place, lowest.bit_length() - 1, left)
             else:
                 return state
-            state = _unbroken(after) or state
+            state = state if after is None else _unbroken(after)
 
     # Going on
 
@@ -399,6 +401,8 @@ class _Search:
         if kind is Crash:
             return ((crashes - 1, partitions, losses, timers, parted),) if crashes else ()
         if kind is Timer:
+            if self._nodes[place].patient:
+                return ()
             if timers is None:
                 return (left,)
             return ((crashes, partitions, losses, timers - 1, parted),) if timers else ()
@@ -416,10 +420,13 @@ class _Search:
         return tuple(allowed)
 
     def _pair(self, place: int, target: str) -> int:
-        """Return the bit that stands for a pair of nodes."""
+        """Return the bit that stands for a pair of nodes, or 0 where no partition comes between them."""
         other = self.names.index(target) if target in self.names else place
+        parted = self.names[other] in self._nodes[place].parts_from
+        if not parted and self.names[place] not in self._nodes[other].parts_from:
+            return 0
         low, high = sorted((place, other))
-        return 0 if low == high else 1 << (low * self._count + high)
+        return 1 << (low * self._count + high)
 
     def _after(self, state: State, place: int, event: Event | int, left: int) -> State | _Broken | None:
         """Return the state after an event, or None where it changes nothing."""
@@ -513,7 +520,8 @@ class _Search:
                 return f"{name} crashes and restarts" + (", its last write durable" if durable else "")
             case CallLost(call_id):
                 question = self.spaces[place].nodes[state[place]].calls[call_id].question
-                return f"{name}: call {question.call_id} to {question.target} fails ({request_line(question.request)})"
+                what = request_line(question.request)
+                return f"{name}: call {question.call_id} to {question.target} fails ({what})"
             case Pending(index):
                 return f"{name}: job {index} of those under way is done"
             case _:

@@ -31,6 +31,7 @@ HOLDER: Final = "https://holder/"
 _SCOPE: Final = "5" * 32
 _LEASED, _OTHER = "a" * 64, "b" * 64
 _TTL_MS: Final = 40
+MAX_TTL_MS: Final = 50
 _AGAIN_MS: Final = 40
 _CALL_MS: Final = 1_000
 _CALL: Final = 1  # one at a time
@@ -54,7 +55,7 @@ def lease_holder(policy: Policy, start: Start) -> Holder:
         tiers={TIER: TierLimits(capacity_bytes=size)},
         random_bytes=start.random_bytes,
         now_ms=start.now_ms,
-        lease_table=LeaseTable(random_bytes=start.random_bytes, now_ms=start.now_ms, max_ttl_ms=_TTL_MS),
+        lease_table=LeaseTable(random_bytes=start.random_bytes, now_ms=start.now_ms, max_ttl_ms=MAX_TTL_MS),
     )
 
 
@@ -79,10 +80,17 @@ class _Client:
 
 
 class LeaseClient(_Client):
-    """Stores the block, leases it, renews the lease once and releases it; the second client only leases."""
+    """Stores the block, leases it and renews the lease once; any other client than the first leases,
+    renews, and releases.
 
-    def __init__(self, base_uri: str, *, stores: bool) -> None:
+    Leases of one client last a millisecond longer than those of the one before, so that there is a timer in
+    the last millisecond of a lease.
+    """
+
+    def __init__(self, base_uri: str, *, number: int) -> None:
         super().__init__(base_uri)
+        stores = number == 0
+        self._ttl_ms = _TTL_MS + number
         self._stores = stores
         self._lease = ""
         self._step = "store" if stores else "lease"
@@ -92,7 +100,7 @@ class LeaseClient(_Client):
         return self._put(_LEASED) if self._stores else self._ask()
 
     def _ask(self) -> tuple[Effect, ...]:
-        return self._call(CreateLease(), LeaseRequest(block_keys=(_LEASED,), ttl_ms=_TTL_MS))
+        return self._call(CreateLease(), LeaseRequest(block_keys=(_LEASED,), ttl_ms=self._ttl_ms))
 
     def handle(self, item: Input, now_ms: int) -> tuple[Effect, ...]:
         """Go on with what comes next."""

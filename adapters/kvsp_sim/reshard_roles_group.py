@@ -1,7 +1,7 @@
 """A group that reshards, for the explorer: the shipped controller, and instances with their holders.
 
-The program around the controller goes over to one map after the other, once it has begun, and notes how far it
-is. Each instance holds the blocks of its ranges in its local storage, and a
+The program around the controller goes over to one map after the other, once it has begun, and notes how far
+it is. Each instance holds the blocks of its ranges in its local storage, and a
 member that gains a range fetches them from the one that has it.
 """
 

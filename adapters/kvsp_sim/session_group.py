@@ -1,9 +1,9 @@
 """A controller, instances and a front end with one user, for the explorer: all of them the shipped roles.
 
-The user wants `OUTPUT` tokens after a prompt that fills no block. An output token that completes a block is
-covered by a checkpoint at once, any other when the output ends or after a while. Nothing is cached, prefetched
-or copied: there is no index, and the engines do not offer their blocks. Statuses are sent once, unless the
-timer of an instance fires.
+The user wants a few tokens after a prompt that fills no block. An output token that completes a block is
+covered by a checkpoint at once, any other when the output ends or after a while. Nothing is cached,
+prefetched or copied: there is no index, and the engines do not offer their blocks. Statuses are sent once,
+unless the timer of an instance fires.
 """
 
 from __future__ import annotations
@@ -120,14 +120,13 @@ def ask(output: int, node: ExploredNode) -> None:
         history = extend_history(history, token)
     node.observe(StreamOpened(stream=_STREAM, history=history, expected=output))
     node.waiting |= {_STREAM}
-    node.deliver(
-        Generate(
-            generation=_STREAM,
-            scope_id=SCOPE.scope_id,
-            prompt=_PROMPT,
-            sampler=Sampler(method="random", seed=0, step=0, deterministic=False),
-        )
+    wish = Generate(
+        generation=_STREAM,
+        scope_id=SCOPE.scope_id,
+        prompt=_PROMPT,
+        sampler=Sampler(method="random", seed=0, step=0, deterministic=False),
     )
+    node.deliver(wish)  # type: ignore[arg-type]  # an input that only a front end has
 
 
 def _token(node: ExploredNode, effect: TokenReady) -> None:

@@ -241,7 +241,7 @@ class Holdings:
     # The whole state
 
     def freeze(self, now_ms: int) -> Hashable:
-        """Return all that is held as a hashable value. Of when blocks were used last only the order counts."""
+        """Return all that is held as a hashable value. Of uses only the order counts."""
         held = (
             (block, each.tier, each.evictable, each.block.repr_digest) for block, each in self._held.items()
         )

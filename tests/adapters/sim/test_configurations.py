@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 import pytest
+from click.testing import CliRunner
 
+from kvsp_sim.commands import explore_command
 from kvsp_sim.configurations import CONFIGURATIONS
 from kvsp_sim.explorer import Bounds, explore
 
+FULL = [
+    "reshard",
+    "reshard-member",
+    "reshard-roles",
+    "reshard-roles-member",
+    "session",
+    "session-partition",
+    "session-controller",
+    "lease",
+]
 
-def check(name: str, bounds: Bounds, *, complete: bool = True, most: int = 2_000_000) -> None:
+
+def check(name: str, bounds: Bounds) -> None:
     configuration = CONFIGURATIONS[name]
     nodes, properties = configuration.build(configuration.members)
-    found = explore(nodes, properties, bounds, max_states=most)
+    found = explore(nodes, properties, bounds)
     assert found.finding is None, found.finding
-    assert found.complete is complete
+    assert found.complete
+
+
+def test_every_configuration_is_explored() -> None:
+    assert sorted(FULL) == sorted(CONFIGURATIONS)
+
+
+# In seconds
 
 
 @pytest.mark.requirement("RS-6")
@@ -21,14 +41,32 @@ def test_a_group_reshards_in_every_order() -> None:
     check("reshard", Bounds(crashes=1))
 
 
+@pytest.mark.requirement("MG-1", "MG-3", "CP-2")
+@pytest.mark.parametrize("bounds", [Bounds(timers=1), Bounds(losses=1), Bounds(partitions=1)], ids=str)
+def test_a_session_moves_in_every_order(bounds: Bounds) -> None:
+    check("session", bounds)
+
+
+@pytest.mark.requirement("LE-2", "PB-4")
+def test_leases_hold_in_every_order_with_any_number_of_timers() -> None:
+    check("lease", Bounds(timers=None))
+
+
+def test_what_was_explored_is_told() -> None:
+    told = CliRunner().invoke(explore_command, ["session", "--crashes", "0", "--losses", "1"])
+    assert "at most 0 crashes, 0 partitions, 1 failed calls, 0 timers" in told.output
+    assert "complete: no property is broken" in told.output
+    short = CliRunner().invoke(explore_command, ["lease", "--timers", "any", "--max-states", "10"])
+    assert "any number of timers" in short.output
+    assert "not complete" in short.output
+    assert CliRunner().invoke(explore_command, ["lease", "--timers", "few"]).exit_code == 2
+
+
+# In minutes
+
+
 @pytest.mark.verify
-@pytest.mark.requirement("RS-6")
-@pytest.mark.parametrize("name", ["reshard", "reshard-member"])
-def test_a_group_reshards_in_every_order_with_crashes(name: str) -> None:
+@pytest.mark.requirement("RS-6", "MG-1", "LE-2")
+@pytest.mark.parametrize("name", FULL)
+def test_every_order_holds_within_the_usual_bounds(name: str) -> None:
     check(name, CONFIGURATIONS[name].bounds)
-
-
-@pytest.mark.verify
-def test_leases_hold_as_far_as_was_explored() -> None:
-    """This one has no end within reach: new leases, new identifiers."""
-    check("lease", CONFIGURATIONS["lease"].bounds, complete=False, most=300_000)

@@ -75,7 +75,7 @@ class Writer:
             request, body = Request(method="GET", path="ext/sessions/s"), b""
         else:
             request = Request(method="PUT", path="sessions/s/checkpoint")
-            body = b'{"epoch": 1, "generated": [1]}'
+            body = b'{"epoch": 1, "generated": [1], "scope_id": "s"}'
         return (Call(call_id=self.calls, base_uri=LEDGER, request=request, body=body, timeout_ms=100),)
 
     def handle(self, item: Input, now_ms: int) -> tuple[Effect, ...]:

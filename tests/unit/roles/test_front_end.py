@@ -352,6 +352,16 @@ def test_the_prompt_goes_with_a_session_that_may_not_have_begun() -> None:
     assert client.output_request().prompt == PROMPT
 
 
+@pytest.mark.parametrize("state", ["resuming", "running"])
+def test_a_session_that_has_begun_is_not_begun_anew_where_it_is_resumed(state: str) -> None:
+    # The instance may hear of the front end before it hears of the resume.
+    client = streaming()
+    client.put(StreamEnded(client.call.call_id))
+    client.answer(info(state, epoch=2))
+    again = client.output_request()
+    assert (again.from_index, again.prompt, again.sampler) == (0, None, None)
+
+
 @pytest.mark.requirement("MG-2")
 def test_an_instance_that_has_lost_the_prompt_gets_it() -> None:
     client = streaming()
@@ -419,6 +429,20 @@ def test_without_a_token_for_too_long_it_gives_up() -> None:
     got: list[object] = []
     while not got:
         got = client.fail() or client.wait()
+    assert got == [GenerationFailed(1, 504, "nobody goes on with the output")]
+    assert 6000 <= client.now_ms < 11_000
+
+
+def test_streams_that_begin_and_bring_no_token_do_not_keep_it_waiting_for_ever() -> None:
+    client = streaming(patience_ms=5000)
+    got: list[object] = []
+    while not got:
+        got = client.put(StreamEnded(client.call.call_id))
+        if not got and client.front_end.next_deadline_ms() is not None:
+            client.wait()
+        if not got:
+            client.answer(info())
+            client.started()
     assert got == [GenerationFailed(1, 504, "nobody goes on with the output")]
     assert 6000 <= client.now_ms < 11_000
 
