@@ -9,6 +9,7 @@ from kvsp_core.machines.lease import LeaseTable
 from kvsp_core.messages import LeaseRenewal, LeaseRequest
 from kvsp_core.resources import (
     CreateLease,
+    GetBlock,
     Operation,
     ReleaseLease,
     RenewLease,
@@ -80,10 +81,10 @@ class _Client:
 
 
 class LeaseClient(_Client):
-    """Stores the block, leases it and renews the lease once; any other client than the first leases,
-    renews, and releases.
+    """Stores the block, leases it and renews the lease once; any other client than the first leases, renews,
+    reads and releases.
 
-    Leases of one client last a millisecond longer than those of the one before, so that there is a timer in
+    Leases of one client last a millisecond longer than those of the one before, so that a timer goes off in
     the last millisecond of a lease.
     """
 
@@ -122,10 +123,12 @@ class LeaseClient(_Client):
             self._step = "renew"
             self._lease = body.split(b'"')[3].decode()
             return self._call(RenewLease(self._lease), LeaseRenewal(ttl_ms=_TTL_MS // 4))
-        if self._step == "renew":
+        if self._step == "renew" and not self._stores:
+            self._step = "read"
+            return self._call(GetBlock(DESCRIPTOR.compat_id, _SCOPE, _LEASED))
+        if self._step == "read":
             self._step = "release"
-            if not self._stores:
-                return self._call(ReleaseLease(self._lease))
+            return self._call(ReleaseLease(self._lease))
         return ()
 
 
