@@ -42,7 +42,8 @@ class Ledger:
     def handle(self, item: Input, now_ms: int) -> tuple[Effect, ...]:
         match item:
             case RequestReceived(request_id, _, Request(method="GET")):
-                status, body = (200, b'{"state": "running", "output_offset": 1}') if self.known else (404, b"")
+                known = b'{"state": "running", "output_offset": 1}'
+                status, body = (200, known) if self.known else (404, b"")
                 return (Respond(request_id, Response(status=status), body),)
             case RequestReceived(request_id):
                 return (ReceiveBody(request_id, 100),)
