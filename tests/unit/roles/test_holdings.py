@@ -115,3 +115,14 @@ def test_tiers_are_asked_from_the_fastest_on() -> None:
     limits = TierLimits(capacity_bytes=SIZE)
     held = Holdings({"tape": limits, "local-storage": limits, "host": limits})
     assert held.tiers == ("host", "local-storage", "tape")
+
+
+def test_of_uses_only_the_order_counts_in_what_is_frozen() -> None:
+    once, often, other = holdings("a", "b"), holdings("a", "b"), holdings("b", "a")
+    for name in ("a", "b"):
+        often.set_evictable(name, False)
+        often.set_evictable(name, True)
+    assert often.freeze(0) == once.freeze(5)
+    assert other.freeze(0) != once.freeze(0)
+    evicted(often, 1)
+    assert often.freeze(0) != once.freeze(0)
