@@ -219,7 +219,7 @@ CONFIGURATIONS: Final[Mapping[str, Configuration]] = MappingProxyType(
         ),
         "lease": Configuration(
             about="clients that lease a block of a holder with room for one, and one that wants the room",
-            bounds=Bounds(crashes=1, timers=2),
+            bounds=Bounds(crashes=1, timers=1),
             members=2,
             build=_lease,
         ),
