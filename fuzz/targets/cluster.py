@@ -12,7 +12,7 @@ from kvsp_sim.faults import PROFILES
 from kvsp_sim.randomness import Randomness
 from kvsp_sim.trace import Trace
 
-_STEPS = 250
+_STEPS = 400
 _PROFILES = sorted(PROFILES)
 SEEDS = tuple(bytes((number * 31 + place * 89) % 256 for place in range(400)) for number in range(6))
 

@@ -24,7 +24,6 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Hurt a cluster, and say what became of it.")
     parser.add_argument("--kills", type=int, default=40)
     parser.add_argument("--times", type=int, default=1, help="how often each other fault")
-    parser.add_argument("--groups", nargs="+", choices=list(FAULTS), default=list(FAULTS))
     parser.add_argument("--seconds", type=float, default=60, help="of the soak; a quarter for each attack")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--write", type=Path, help="the page that keeps the tables")
@@ -33,7 +32,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     known: dict[str, Callable[[Path], Section]] = {
         "kills": lambda directory: kills(directory, options.kills, seed=options.seed),
-        "faults": lambda directory: faults(directory, options.times, tuple(options.groups)),
+        **{group: lambda directory, group=group: faults(directory, group, options.times) for group in FAULTS},
         "peers": lambda directory: attacks(directory, options.seconds / 4),
         "soak": lambda directory: soak(directory, options.seconds),
         "storm": lambda directory: storm(),

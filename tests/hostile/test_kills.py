@@ -73,7 +73,7 @@ def test_forty_kills(tmp_path: Path, loop: str) -> None:
 @pytest.mark.verify
 @pytest.mark.parametrize("group", FAULTS)
 def test_faults_of_disks_files_and_links(tmp_path: Path, group: str) -> None:
-    section = faults(tmp_path, groups=(group,))
+    section = faults(tmp_path, group)
     skipped = [str(row[1]) for row in section.rows if str(row[1]).startswith("skipped")]
     if skipped:
         pytest.skip(skipped[0])
