@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["KVSPConnector"]
+__all__: list[str] = []  # `KVSPConnector` is there where vLLM is, and is imported when it is asked for
 
 
 def __getattr__(name: str) -> Any:
