@@ -1,5 +1,5 @@
-"""What is on disk: commits of the durable store, one at a time and in groups, and blocks in sealed files beside
-plain ones.
+"""What is on disk: commits of the durable store, one at a time and in groups, and blocks in sealed files
+beside plain ones.
 """
 
 from __future__ import annotations
