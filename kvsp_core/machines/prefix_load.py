@@ -272,6 +272,7 @@ class PrefixLoad:
         match event:
             case Start():
                 self.state = LoadState.LOADING
+                self._look()  # of no block at all, every layer is here
             case Fetched(number, of_fetch):
                 if isinstance(of_fetch, retrieval.LayerArrived):
                     self._blocks[number].arrived[of_fetch.layer] = of_fetch.digest

@@ -94,7 +94,9 @@ def test_nothing_known_is_not_found() -> None:
     assert last == Ended(
         blocks=0, misses=(Miss(0, MissReason.NOT_FOUND), Miss(1, MissReason.AFTER_GAP)), void=()
     )
-    assert Story()(Start()) == (Ended(blocks=0, misses=(), void=()),)
+    empty = Story()
+    assert empty(Start()) == (Ended(blocks=0, misses=(), void=()),)
+    assert empty.load.take_layer(LAYERS - 1) == 0, "nobody waits for layers of nothing"
 
 
 @pytest.mark.requirement("BR-5", "BR-8")
