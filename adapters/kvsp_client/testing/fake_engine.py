@@ -62,7 +62,7 @@ class FakeEngine(CachedEngine):
         digest = hashlib.sha256(repr(list(tokens[keys.tokens :])).encode())
         for layer in range(FAKE_MODEL.layers):
             for section in memory.layer(layer):
-                digest.update(np.ascontiguousarray(section))
+                digest.update(np.ascontiguousarray(section).tobytes())
         return Run(output=digest.hexdigest(), loaded_tokens=loaded * FAKE_MODEL.block_tokens)
 
     def _load(self, keys: PrefixKeys, memory: PrefixMemory) -> int:
