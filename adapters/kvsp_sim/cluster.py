@@ -75,6 +75,9 @@ CONTAINER_BYTES: Final = ContainerHeader.for_layers(DESCRIPTOR).size_bytes
 HOST: Final = "host"
 LOCAL: Final = "local-storage"
 
+_NEIGHBOURS: Final = 8
+"""To how many holders, and to how many instances, an instance reports a link."""
+
 
 @attrs.frozen(kw_only=True)
 class Options:
@@ -213,8 +216,8 @@ class SimulatedCluster:
             role = host.role
             if not isinstance(role, Holder | Instance):
                 continue
-            if self.properties.one_owner.in_doubt(host.base_uri):
-                host.process.crash()  # it waits for a decision that the controller has forgotten with its map
+            if self.properties.one_owner.left_behind(host.base_uri):
+                host.process.crash()  # it keeps ranges of a map that has ended without it
             elif not role.safe_to_stop:
                 return f"{host.name} is not ready to stop"
         if self._operator.records is None:
@@ -416,7 +419,7 @@ class SimulatedCluster:
             decode_tokens_per_s=300,
             links=tuple(
                 Link(holder=holder, mbit_per_s=1_000, rtt_us=300)
-                for holder in (*names.holders, *names.instances)
+                for holder in (*_near(names.holders, number), *_near(names.instances, number + 1))
                 if holder != base_uri
             ),
             status_ttl_ms=times.status_ttl_ms,
@@ -481,6 +484,12 @@ class SimulatedCluster:
             placement_ms=10_000,
             patience_ms=15_000,
         )
+
+
+def _near(names: tuple[str, ...], number: int) -> tuple[str, ...]:
+    """Return a few of many, others for each number: no instance has a link to everybody."""
+    start = number % len(names) if len(names) > _NEIGHBOURS else 0
+    return (*names[start:], *names[:start])[:_NEIGHBOURS]
 
 
 class _Names:

@@ -542,11 +542,19 @@ class OneOwner(Property):
         rest = (self._version, self._seen, self._held, self._committed)
         return moves, *(frozenset(table.items()) for table in rest)
 
-    def in_doubt(self, member: str) -> bool:
-        """Return whether a member has accepted a plan and not heard what became of it: it must not decide
-        alone (decision W21).
+    def left_behind(self, member: str) -> bool:
+        """Return whether a member waits for a decision, or holds ranges of a version that is over.
+
+        It must not decide alone (decision W21): where its coordinator took it for lost and told it nothing,
+        it stays so until it restarts.
         """
-        return any(holder == member for _, holder in self._held)
+        if any(holder == member for _, holder in self._held):
+            return True
+        return any(
+            version < self._version.get(map_id, 0) and bool(self._move(map_id, version).owned(holder))
+            for (map_id, holder), version in self._committed.items()
+            if holder == member
+        )
 
     def _move(self, map_id: str, version: int) -> _Move:
         return self._moves.setdefault(map_id, {}).setdefault(version, _Move())

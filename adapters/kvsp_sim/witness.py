@@ -211,6 +211,7 @@ class Witness:
         self._streams_by_prompt: dict[tuple[int, ...], Hashable] = {}
         self._streams: dict[str, Hashable] = {}
         self._scopes: dict[str, str] = {}  # of sessions, blocks and shard maps, by their names
+        self._in_engine: set[tuple[str, str, Range]] = set()  # member, map, tokens
         self._faulty: set[tuple[str, str]] = set()
         self._answers: dict[tuple[str, str], Callable[[Leg, Respond, bytes], None]] = {
             ("PUT", "replicas"): self._record_taken,
@@ -288,6 +289,7 @@ class Witness:
 
     def crashed(self, host: Host) -> None:
         """A role lost its memory."""
+        self._in_engine = {loaded for loaded in self._in_engine if loaded[0] != host.base_uri}
         self.observe(MemberRestarted(member=host.base_uri))
 
     def written(self, host: Host, writes: Iterable[Write]) -> None:
@@ -315,10 +317,14 @@ class Witness:
         )
 
     def commanded(self, host: Host, command: EngineCommand) -> None:
-        """A role commands its engine."""
+        """A role commands its engine. What it loads for the first time has not moved before."""
         if type(command) is LoadShard:
-            self.observe(RangeLoaded(map_id=command.map_id, member=host.base_uri, tokens=command.tokens))
+            loaded = (host.base_uri, command.map_id, command.tokens)
+            if loaded in self._in_engine:
+                self.observe(RangeLoaded(map_id=command.map_id, member=host.base_uri, tokens=command.tokens))
+            self._in_engine.add(loaded)
         elif type(command) is DropShard:
+            self._in_engine.discard((host.base_uri, command.map_id, command.tokens))
             self.observe(RangeDropped(map_id=command.map_id, member=host.base_uri, tokens=command.tokens))
 
     def answered(self, host: Host, call: Call, response: Response, body: bytes) -> None:

@@ -275,6 +275,18 @@ def test_a_move_aborts_and_the_next_one_has_another_number() -> None:
     breaks(OneOwner(), *FIRST, *SECOND, decided(2, False), SECOND[1], saying="after its decision")
 
 
+def test_who_was_told_nothing_is_left_behind() -> None:
+    owner = OneOwner()
+    run(owner, *PREPARED)
+    assert owner.left_behind("b")  # it waits for the decision
+    run(owner, decided(2), DecisionTaken(map_id="m", version=2, member="b", commit=True))
+    assert not owner.left_behind("b")
+    run(owner, *(plan(3, "c", assign=((0, 8),)), *accepted(3, "c"), decided(3)))
+    assert owner.left_behind("b")  # what it holds is over
+    run(owner, MemberRestarted(member="b"))
+    assert not owner.left_behind("b")
+
+
 def test_a_commit_without_all() -> None:
     breaks(OneOwner(), *FIRST, *SECOND, *accepted(2, "a"), decided(2), saying="b has not acknowledged")
 
