@@ -10,7 +10,9 @@ import sys
 
 import pytest
 
+from kvsp_sim.cluster import SimulatedCluster
 from kvsp_sim.simulate import Options, Outcome, run_seed
+from kvsp_sim.trace import Trace
 
 CHUNK = 25
 SEEDS = 200
@@ -53,6 +55,13 @@ def test_a_seed_that_found_a_fault_holds_now(seed: int, options: Options) -> Non
 @pytest.mark.parametrize("faults", ["none", "network", "processes", "storage"])
 def test_every_profile_of_faults_holds(faults: str) -> None:
     check(run_seed(1, Options(faults=faults)))
+
+
+@pytest.mark.long
+def test_a_large_deployment_runs_through_a_minute() -> None:
+    cluster = SimulatedCluster(8, Options(instances=64, holders=16, users=30), Trace())
+    cluster.world.run(until_us=60_000_000)
+    assert cluster.counts["requests served"] >= 1_000
 
 
 @pytest.mark.requirement("OP-2")

@@ -542,11 +542,11 @@ def test_an_instance_without_a_part_in_the_scope_gets_no_session_of_it(talk: Tal
         {FE: [RoleName.FRONT_END], A: [RoleName.INSTANCE], B: [RoleName.INSTANCE]},
         {SCOPE: ScopeRules(read=[FE, B])},
     )
-    talk.report(A, state="sleeping")
-    waiting = talk.send(FE, PlaceRequest(), placement())
-    assert not talk.calls  # it is not woken either
     talk.report(A)
+    waiting = talk.send(FE, PlaceRequest(), placement())
     assert waiting not in talk.answers
+    talk.report(A, state="sleeping")
+    assert not talk.calls  # it is not woken either
     talk.report(B)
     assert talk.answers[waiting][0].status == 201
     assert [talk.place().instance for _ in range(4)] == [B] * 4
