@@ -150,7 +150,7 @@ class Storm:
         return int(json.loads(bytes(self._asked(OPERATOR, call).body))["records"])  # type: ignore[arg-type]
 
 
-def storm(holders: int = 500, blocks: int = 40, ttl_ms: int = 60_000, gone_ms: int = 15_000) -> Section:
+def storm(holders: int = 500, blocks: int = 4, ttl_ms: int = 60_000, gone_ms: int = 15_000) -> Section:
     """Lose the index in the middle of things, and see at what rate everything comes back."""
     world = Storm(holders, blocks, ttl_ms)
     lost_ms = 2 * ttl_ms // BUCKET_MS * BUCKET_MS
