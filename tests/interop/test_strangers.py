@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import gzip
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 import ssl
@@ -28,6 +30,7 @@ from kvsp_core.heads import Request
 from kvsp_core.identity import CompatibilityDescriptor
 from kvsp_h2 import Credentials, DataReceived, Event, ExchangeEnded, ResponseReceived
 from kvsp_services.pki import init_ca, issue
+from tests.bench.wire_server import BLOCKS, LOOKUP, path_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SCOPE = "6d1c6481cd428737da312c089db3832a"
@@ -220,6 +223,25 @@ def test_curl_is_refused_where_it_should_be(deployment: Deployment) -> None:
 
 
 @needs("curl")
+def test_no_body_is_compressed_even_where_a_client_offers_it(deployment: Deployment) -> None:
+    """Decision W23."""
+    url = deployment.block.replace(KEY, "a" * 64)
+    offers = ["-H", "accept-encoding: gzip, deflate, br, zstd"]
+    for wanted in (url, url.replace("a" * 64, "9" * 64)):  # a block, and a problem
+        said = run([*deployment.curl, *offers, "-D", "-", "-o", str(deployment.folder / "plain"), wanted])
+        assert "content-encoding" not in said.stdout.lower(), said.stdout
+        length = (deployment.folder / "plain").stat().st_size
+        assert f"content-length: {length}" in said.stdout
+    fields = [part for name, value in STORE.items() for part in ("-H", f"{name}: {value}")]
+    squeezed = deployment.folder / "block.gz"
+    squeezed.write_bytes(gzip.compress(BLOCK))
+    target = deployment.block.replace(KEY, "8" * 64)
+    put = [*deployment.curl, *fields, "-H", "content-encoding: gzip", "-T", str(squeezed)]
+    assert run([*put, "-o", "/dev/null", "-w", "%{http_code}", target]).stdout == "415"
+    assert run([*deployment.curl, "-o", "/dev/null", "-w", "%{http_code}", target]).stdout == "404"
+
+
+@needs("curl")
 def test_curl_gets_an_early_answer_to_a_large_body(deployment: Deployment, tmp_path: Path) -> None:
     (tmp_path / "large").write_bytes(bytes(20_000_000))
     media = ["-H", "content-type: application/kvsp-block"]
@@ -288,6 +310,50 @@ def test_nghttp_fetches_a_block(deployment: Deployment) -> None:
     command = ["nghttp", f"--cert={folder}/client.pem", f"--key={folder}/client.key", url, url]
     said = subprocess.run(command, capture_output=True, timeout=60, check=True)
     assert BLOCK in said.stdout
+
+
+class Open:
+    """A holder and an index without client certificates, which h2load has none of, as the benchmarks serve
+    them."""
+
+    def __init__(self, folder: Path) -> None:
+        ports = free_ports(2)
+        self.holder, self.index = (f"https://localhost:{port}/kvsp/" for port in ports)
+        init_ca(folder)
+        for port, uri in zip(ports, (self.holder, self.index), strict=True):
+            issue(folder, uri=uri, name=f"server{port}", hosts=["127.0.0.1"])
+        module = [sys.executable, "-m", "tests.bench.wire_server", "asyncio", *map(str, ports), str(folder)]
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'adapters'}"}
+        self.process = subprocess.Popen(
+            [*module, "--anybody"], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "ready\n"
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.wait(20)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@needs("h2load")
+def test_h2load_fetches_blocks_and_looks_keys_up(tmp_path: Path) -> None:
+    served = Open(tmp_path)
+    (tmp_path / "lookup.json").write_text(json.dumps(LOOKUP))
+    try:
+        load = ["h2load", "-n", "40", "-c", "4", "-m", "5"]
+        blocks = run([*load, served.holder + path_of("2m")])
+        asked = ["-d", str(tmp_path / "lookup.json"), "-H", "content-type: application/kvsp+json"]
+        lookups = run([*load, *asked, f"{served.index}lookup"])
+    finally:
+        served.stop()
+    for said in (blocks, lookups):
+        assert "40 succeeded, 0 failed, 0 errored, 0 timeout" in said.stdout, said
+        assert "status codes: 40 2xx" in said.stdout
+    sent = re.search(r"traffic: .* \((\d+)\) data$", blocks.stdout, re.MULTILINE)
+    assert sent is not None
+    assert int(sent[1]) > 40 * BLOCKS["2m"]
 
 
 NODE_CLIENT = """

@@ -87,6 +87,24 @@ def test_an_early_answer_ends_a_large_body(kind: Kind, certificates: Certificate
     run(kind, certificates, scenario)
 
 
+def test_eight_large_bodies_through_narrow_windows_all_get_their_early_answer(
+    kind: Kind, certificates: Certificates
+) -> None:
+    async def scenario(world: World) -> None:
+        narrow = {"stream_window_bytes": 65_535, "connection_window_bytes": 65_535}
+        await begin(world, **narrow)
+        refused = [world.call("refuse", bytes(8_000_000)) for _ in range(8)]
+        with anyio.fail_after(60):
+            for outcome in refused:
+                await outcome.done.wait()
+            stored = await world.fetch("store", bytes(300_000))
+        assert [outcome.status for outcome in refused] == [413] * 8
+        assert all(outcome.end.complete for outcome in refused)
+        assert stored.status == 201, "the connection goes on"
+
+    run(kind, certificates, scenario)
+
+
 def test_a_body_waits_until_it_is_wanted(kind: Kind, certificates: Certificates) -> None:
     async def scenario(world: World) -> None:
         await begin(world)
