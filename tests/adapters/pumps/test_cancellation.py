@@ -1,9 +1,11 @@
-"""A program that is cancelled, at whatever step, leaves no task, socket or call behind."""
+"""A program that is cancelled, at whatever checkpoint, leaves no task, socket, call, lease or half a block
+behind."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import anyio
@@ -14,7 +16,8 @@ from kvsp_h2 import ExchangeEnded
 from tests.adapters.certificates import Certificates
 from tests.adapters.pumps.worlds import KINDS, Kind, Outcome, World, open_descriptors, open_world
 
-STEPS = (*range(1, 30, 3), *range(30, 150, 11), *range(150, 600, 75))
+TURNS = (*range(1, 30, 7), *range(30, 150, 31), *range(150, 600, 150))
+"""Turns of an asyncio loop at which the program is cancelled, beside every step of its tasks."""
 
 
 async def scenario(world: World, made: list[Outcome]) -> None:
@@ -31,31 +34,71 @@ async def scenario(world: World, made: list[Outcome]) -> None:
 
 
 class Steps(trio.abc.Instrument):
-    """Cancels a scope at the given step of any task."""
+    """Counts the steps of all tasks, each from one checkpoint to the next; cancels a scope at one of them."""
 
     def __init__(self, at: int) -> None:
-        self.left = at
+        self.at = at
+        self.count = 0
         self.scope: anyio.CancelScope | None = None
 
     def before_task_step(self, task: object) -> None:
         if self.scope is not None:
-            self.left -= 1
-            if self.left == 0:
+            self.count += 1
+            if self.count == self.at:
                 self.scope.cancel()
 
 
-def play_and_cancel(kind: Kind, certificates: Certificates, at: int) -> tuple[list[Outcome], bool]:
-    """Run the scenario, cancelled at a step; return the calls made, and whether it was cut off."""
+class Counted(Coroutine[Any, Any, Any]):
+    """A coroutine whose steps are counted."""
+
+    def __init__(self, inner: Coroutine[Any, Any, Any], steps: Steps) -> None:
+        self.inner, self.steps = inner, steps
+
+    def send(self, value: Any) -> Any:
+        self.steps.before_task_step(None)
+        return self.inner.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        return self.inner.throw(*error)
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def __await__(self) -> Any:
+        return self.inner.__await__()
+
+
+def run_counted(kind: Kind, steps: Steps, main: Callable[[], Awaitable[None]]) -> None:
+    """Run a program on a loop whose tasks' steps are counted."""
+    options: dict[str, Any] = dict(kind.options)
+    if kind.backend == "trio":
+        options["instruments"] = [steps]
+
+    async def counted() -> None:
+        if kind.backend == "trio":
+            await main()
+            return
+        loop = asyncio.get_running_loop()
+        loop.set_task_factory(lambda _, inner, **more: asyncio.Task(Counted(inner, steps), loop=loop, **more))  # type: ignore
+        await loop.create_task(main())  # type: ignore[arg-type]
+        assert asyncio.all_tasks() == {asyncio.current_task()}, "a task is left"
+
+    anyio.run(counted, backend=kind.backend, backend_options=options)
+
+
+def play_and_cancel(
+    kind: Kind, certificates: Certificates, steps: Steps, turn: int | None = None
+) -> tuple[list[Outcome], bool]:
+    """Run the scenario, cancelled at a step or a turn; return the calls made, and whether it was cut off."""
     made: list[Outcome] = []
-    steps = Steps(at)
     cut = False
 
     async def main() -> None:
         nonlocal cut
         with anyio.CancelScope() as scope:
             steps.scope = scope
-            if kind.backend == "asyncio":
-                count(asyncio.get_running_loop(), steps)
+            if turn is not None:
+                wait_turns(asyncio.get_running_loop(), turn, scope)
             async with open_world(kind, certificates) as world:
                 await scenario(world, made)
                 scope.cancel()
@@ -64,31 +107,34 @@ def play_and_cancel(kind: Kind, certificates: Certificates, at: int) -> tuple[li
         steps.scope = None
         await anyio.sleep(0)
 
-    options: dict[str, Any] = dict(kind.options)
-    if kind.backend == "trio":
-        options["instruments"] = [steps]
-    anyio.run(main, backend=kind.backend, backend_options=options)
+    run_counted(kind, steps, main)
     return made, cut
 
 
-def count(loop: asyncio.AbstractEventLoop, steps: Steps) -> None:
-    """Count turns of a loop as steps."""
-    if steps.scope is not None:
-        steps.before_task_step(None)
-        loop.call_soon(count, loop, steps)
+def wait_turns(loop: asyncio.AbstractEventLoop, left: int, scope: anyio.CancelScope) -> None:
+    """Cancel a scope after so many turns of a loop."""
+    if left:
+        loop.call_soon(wait_turns, loop, left - 1, scope)
+    else:
+        scope.cancel()
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if not k.in_memory], ids=lambda kind: kind.name)
 def test_nothing_is_left_behind_whenever_it_is_cancelled(kind: Kind, certificates: Certificates) -> None:
-    play_and_cancel(kind, certificates, 10**9)
+    whole = Steps(0)
+    play_and_cancel(kind, certificates, whole)
+    assert whole.count >= 5
     gc.collect()
     before = open_descriptors()
-    for at in STEPS:
-        made, cut = play_and_cancel(kind, certificates, at)
+    cuts: list[tuple[Steps, int | None]] = [(Steps(at), None) for at in range(1, whole.count + 1)]
+    if kind.backend == "asyncio":
+        cuts += [(Steps(0), turn) for turn in TURNS]
+    for steps, turn in cuts:
+        made, cut = play_and_cancel(kind, certificates, steps, turn)
         assert cut
         for outcome in made:
             ends = [e for e in outcome.events if isinstance(e, ExchangeEnded)]
-            assert len(ends) == 1, f"step {at}: {outcome.events}"
+            assert len(ends) == 1, f"step {steps.at}, turn {turn}: {outcome.events}"
             assert outcome.events[-1] is ends[0]
     gc.collect()
     assert open_descriptors() == before
