@@ -358,6 +358,7 @@ def test_a_container_may_come_straight_into_its_buffer(world: World) -> None:
     assert not exchange.free(), "its buffer is the role's now"
 
 
+@pytest.mark.requirement("BR-6")
 def test_nothing_comes_into_a_buffer_once_the_request_is_answered(world: World) -> None:
     exchange = FakeExchange(Request(method="PUT", path="x", content_length=None))
     world.driver.request_received(exchange, ended=False)
