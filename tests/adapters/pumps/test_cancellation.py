@@ -91,6 +91,7 @@ def play_and_cancel(
 ) -> tuple[list[Outcome], bool]:
     """Run the scenario, cancelled at a step or a turn; return the calls made, and whether it was cut off."""
     made: list[Outcome] = []
+    turns = Steps(turn or 0)
     cut = False
 
     async def main() -> None:
@@ -98,25 +99,25 @@ def play_and_cancel(
         with anyio.CancelScope() as scope:
             steps.scope = scope
             if turn is not None:
-                wait_turns(asyncio.get_running_loop(), turn, scope)
+                turns.scope = scope
+                count(asyncio.get_running_loop(), turns)
             async with open_world(kind, certificates) as world:
                 await scenario(world, made)
                 scope.cancel()
                 await anyio.sleep(1)
         cut = scope.cancelled_caught
-        steps.scope = None
+        steps.scope = turns.scope = None
         await anyio.sleep(0)
 
     run_counted(kind, steps, main)
     return made, cut
 
 
-def wait_turns(loop: asyncio.AbstractEventLoop, left: int, scope: anyio.CancelScope) -> None:
-    """Cancel a scope after so many turns of a loop."""
-    if left:
-        loop.call_soon(wait_turns, loop, left - 1, scope)
-    else:
-        scope.cancel()
+def count(loop: asyncio.AbstractEventLoop, steps: Steps) -> None:
+    """Count turns of a loop as steps too, as long as there is a scope to be cancelled."""
+    if steps.scope is not None:
+        steps.before_task_step(None)
+        loop.call_soon(count, loop, steps)
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if not k.in_memory], ids=lambda kind: kind.name)
