@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -55,3 +56,18 @@ def test_a_check_that_does_not_hold_shows_in_table_report_and_exit_status(tmp_pa
     assert "A &lt;title&gt;" in page
     assert "kill -9" in page
     assert not step.held
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it looks for processes in /proc")
+def test_a_demonstration_that_is_stopped_leaves_no_process_behind(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvsp_services.cli", "demo", "--fast"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as demo:
+        assert demo.stdout is not None
+        while "ready after" not in demo.stdout.readline():
+            assert demo.poll() is None
+        children = Path(f"/proc/{demo.pid}/task/{demo.pid}/children").read_text().split()
+        assert len(children) == 7
+        demo.send_signal(signal.SIGTERM)
+        assert demo.wait(120) == 130
+    assert not [child for child in children if Path(f"/proc/{child}").exists()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import tempfile
 import time
 from pathlib import Path
@@ -44,6 +45,8 @@ def demo(fast: bool, model_dir: Path | None, loop: str, report_file: Path, keep:
     Index, controller, cache server, three instances and a front end, over mutual TLS. Exits with 0 only if
     every check held.
     """
+    for number in (signal.SIGTERM, signal.SIGHUP):  # its processes are stopped as at Ctrl-C
+        signal.signal(number, signal.default_int_handler)
     directory = Path(tempfile.mkdtemp(prefix="kvsp-demo-"))
     try:
         if model_dir is None:
