@@ -155,6 +155,7 @@ def _make_instance(section: InstanceSection, materials: Materials) -> Instance:
             Link(holder=link.holder, mbit_per_s=link.mbit_per_s, rtt_us=link.rtt_us) for link in section.links
         ),
         status_ttl_ms=section.status_ttl_ms,
+        sleep_after_ms=section.sleep_after_ms,
     )
     return Instance(
         settings,

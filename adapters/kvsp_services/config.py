@@ -139,6 +139,8 @@ class InstanceSection(ModelSection, frozen=True, kw_only=True):
     max_sequences: _Count = 8
     status_ttl_ms: _Count = 3_000
     """After this time without a status the controller holds it for failed."""
+    sleep_after_ms: _Count | None = None
+    """After this time without sessions and shards it asks to sleep; never, where this is left out (LC-1)."""
     prefill_tokens_per_s: int = 0
     decode_tokens_per_s: int = 0
     links: list[LinkSection] = []

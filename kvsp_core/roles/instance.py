@@ -150,6 +150,7 @@ class Instance:
             sleep_after_ms=settings.sleep_after_ms,
         )
         self._stopped = False
+        self._load = -1.0  # as the lifecycle was last told
         self._meter = Meter(
             prefill_tokens_per_s=settings.prefill_tokens_per_s,
             decode_tokens_per_s=settings.decode_tokens_per_s,
@@ -308,7 +309,12 @@ class Instance:
                 if not self._shards.load_ended(directive, now_ms):
                     self._sessions.load_ended(directive.directive, now_ms)
             if not news and not ended:
-                return self._work.take()
+                break
+        load = min(1.0, self._lifecycle.sessions / self.settings.batch_size)
+        if load != self._load:
+            self._load = load
+            self._live(lifecycle.ReportLoad(load), now_ms)
+        return self._work.take()
 
     def _tick(self, now_ms: int) -> None:
         self._live(lifecycle.TimerFired(), now_ms)

@@ -135,6 +135,32 @@ def test_a_drained_instance_completes_its_sessions_refuses_new_ones_and_sleeps()
     assert world.status_of(request) == 200
 
 
+@pytest.mark.requirement("LC-1")
+def test_an_instance_without_sessions_and_shards_asks_to_sleep_after_a_while() -> None:
+    def reported(world: World) -> InstanceStatus:
+        ((_, call),) = world.calls(ReportStatus)
+        assert isinstance(call.call.body, bytes)
+        return decode(InstanceStatus, call.call.body)
+
+    world = World(sleep_after_ms=1500, status_ttl_ms=3000)
+    world.begin(PROMPT)
+    world.run_jobs()
+    world.acknowledge_checkpoints()
+    for _ in range(4):
+        assert reported(world).requested_state is None
+        world.answer_status()
+        world.later(1000)
+    world.do(engine.SequenceEnded(world.sequence(), "stop"))
+    world.answer_status()
+    world.later(1000)
+    assert reported(world).requested_state is None
+    world.answer_status()
+    world.later(1000)
+    assert reported(world).requested_state == "sleeping"
+    world.answer_status("draining")
+    assert reported(world).state == "sleeping"
+
+
 @pytest.mark.requirement("ST-4")
 def test_an_instance_that_a_later_incarnation_has_replaced_stops_without_a_word() -> None:
     world = World()
