@@ -267,7 +267,7 @@ class PrefetchLimits:
     kept_blocks: int = limits.MAX_KEPT_BLOCKS
 
 
-@attrs.define(kw_only=True)
+@attrs.define(kw_only=True, repr=False)
 class _Wanted:
     """A block that waits for its turn, is being loaded, or is being stored."""
 
@@ -279,7 +279,7 @@ class _Wanted:
 _Emit: TypeAlias = Callable[[Effect], None]
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, repr=False)
 class Frozen:
     """A prefetch table as a value, with deadlines as the time that remains."""
 

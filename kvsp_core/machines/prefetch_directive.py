@@ -33,7 +33,7 @@ class DirectiveState(Enum):
     FAILED = "failed"
 
 
-@attrs.define(kw_only=True)
+@attrs.define(kw_only=True, repr=False)
 class Directive:
     """A directive, its geometry, and how far it is. Times are of the monotonic clock."""
 

@@ -175,7 +175,7 @@ TABLE: Final = Table(
 )
 
 
-@attrs.frozen
+@attrs.frozen(repr=False)
 class Frozen:
     """A load as a value."""
 

@@ -153,7 +153,7 @@ class _Stage(Enum):
     """The client has its end; the controller is told so."""
 
 
-@attrs.define
+@attrs.define(repr=False)
 class _Generation:
     asked: Generate
     began_ms: int

@@ -71,7 +71,7 @@ Purpose: TypeAlias = ExportFor | _PutFor | _LeaseFor | _RenewFor | _Notice
 """What a call or job for copies is for."""
 
 
-@attrs.define
+@attrs.define(repr=False)
 class _Kept:
     """What is kept elsewhere for a session."""
 
@@ -131,8 +131,12 @@ class Copies:
         kept.leases.clear()
         kept.unleased.clear()
         kept.closed = True
-        if not kept.pending:
-            del self._kept[session, run]
+        self._forget_closed((session, run), kept)
+
+    def _forget_closed(self, run: _Run, kept: _Kept) -> None:
+        """Forget a session that has ended, once nothing more is to come of it."""
+        if kept.closed and not kept.pending and not kept.leasing:
+            del self._kept[run]
 
     def abandon(self, session: str, run: int) -> None:
         """The session goes on elsewhere: whoever serves it loads the copies, so their leases run out by
@@ -156,8 +160,7 @@ class Copies:
         kept = self._kept.get(purpose.run)
         if kept is not None:
             kept.pending -= 1
-            if kept.closed and not kept.pending:
-                del self._kept[purpose.run]
+            self._forget_closed(purpose.run, kept)
         if isinstance(item, JobFailed) or item.header is None or kept is None:
             self._done_with(purpose.buffer)
             return purpose.run[0]
@@ -249,11 +252,14 @@ class Copies:
     ) -> None:
         granted = _granted(item)
         kept = self._kept.get(run)
-        if kept is None or kept.closed:
+        if kept is None:
+            return  # the session goes on elsewhere, where the copies are wanted
+        kept.leasing = False
+        if kept.closed:
             if granted is not None:
                 self._release(granted.lease)
+            self._forget_closed(run, kept)
             return
-        kept.leasing = False
         if granted is not None:
             kept.leases[granted.lease] = keys
             heapq.heappush(self._due, (now_ms + max(1, granted.ttl_ms // 3), run, granted.lease))

@@ -69,7 +69,7 @@ Purpose: TypeAlias = _ReadFor | _LoadFor | _AttendFor
 """What a job of a shard is for."""
 
 
-@attrs.define
+@attrs.define(repr=False)
 class _Shard:
     map_id: str
     state: member.State = attrs.field(factory=member.Outside)

@@ -62,7 +62,7 @@ IndexCall: TypeAlias = PutRecord | DeleteRecord | TellDescriptor
 """What a call to the index is for."""
 
 
-@attrs.define
+@attrs.define(repr=False)
 class _Entry:
     """A block as the index should see it (`wanted`) and as it may see it (`listed`)."""
 

@@ -12,7 +12,7 @@ from kvsp_core.roles.role import BlockName
 __all__ = ["ServedSession"]
 
 
-@attrs.define(kw_only=True)
+@attrs.define(kw_only=True, repr=False)
 class ServedSession:
     """A session at an instance: which epoch is served, what it is made of, and how far it has come."""
 

@@ -18,7 +18,7 @@ from kvsp_core.messages import (
     StateChange,
     StatusAnswer,
 )
-from kvsp_core.problems import NOT_FOUND, UNAVAILABLE, Problem
+from kvsp_core.problems import NOT_FOUND, STALE_EPOCH, UNAVAILABLE, Problem
 from kvsp_core.resources import (
     Attend,
     ChangeState,
@@ -26,6 +26,7 @@ from kvsp_core.resources import (
     GetBlock,
     Lookup,
     PrefetchBlocks,
+    ReleaseLease,
     RenewLease,
     ReportStatus,
     ReshardGroup,
@@ -215,6 +216,24 @@ def test_leases_are_renewed_as_long_as_the_session_lives() -> None:
         world.later(700)
         ((renewal, _),) = world.calls(RenewLease)
         world.answer(renewal)
+
+
+@pytest.mark.requirement("CP-1")
+@pytest.mark.parametrize("moves", [False, True], ids=["the session has ended", "it goes on elsewhere"])
+def test_a_lease_that_is_granted_late_is_given_back_where_nobody_needs_the_copies(moves: bool) -> None:
+    world = begun(copy_holder=CACHE)
+    world.do(engine.BlockComputed(world.sequence(), 0))
+    world.run_jobs()
+    world.answer(world.calls(StoreBlock)[0][0], status=201)
+    assert len(world.calls(CreateLease)) == 1
+    if moves:
+        ((status, _),) = world.calls(ReportStatus)
+        world.answer(status, Problem(STALE_EPOCH, "a later one is known"))
+    else:
+        world.do(engine.SequenceEnded(world.sequence(), "stop"))
+    world.grant_leases()
+    assert len(world.calls(ReleaseLease)) == (0 if moves else 1)
+    assert world.role._copies._kept == {}
 
 
 def test_a_block_that_does_not_come_out_of_the_engine_is_done_without() -> None:
