@@ -119,6 +119,8 @@ class Tier:
         self.name = name
         self.capacity_bytes = capacity_bytes
         self.blocks: dict[BlockName, bytes] = {}
+        self.forgotten: set[BlockName] = set()
+        """What was stored, acknowledged, and is not there; nobody has noticed yet."""
         self.used_bytes = 0
         self._world = world
         self._random = random
@@ -139,6 +141,7 @@ class Tier:
         if full or self.used_bytes + size > self.capacity_bytes:
             return JobFault.FULL
         if self._faults.forgotten and self._random.chance(self._faults.forgotten):
+            self.forgotten.add(name)
             return None
         self.blocks[name] = container
         self.used_bytes += size
@@ -163,6 +166,7 @@ class Tier:
 
     def drop(self, name: BlockName) -> None:
         """Remove a container."""
+        self.forgotten.discard(name)
         self.used_bytes -= len(self.blocks.pop(name, b""))
 
     def crash(self) -> None:
@@ -170,6 +174,7 @@ class Tier:
         if not self._survives:
             self.blocks.clear()
             self.used_bytes = 0
+        self.forgotten.clear()
 
 
 def rotten(container: bytes, random: Randomness) -> bytes:

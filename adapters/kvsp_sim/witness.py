@@ -308,8 +308,8 @@ class Witness:
 
     def dropped(self, host: Host, name: BlockName) -> None:
         """A role gave up a copy of a block."""
-        if any(name in tier.blocks for tier in host.tiers.values()):
-            return
+        if any(name in tier.blocks or name in tier.forgotten for tier in host.tiers.values()):
+            return  # as far as the role can know
         fault = (host.base_uri, name.block_key) in self._faulty
         self._faulty.discard((host.base_uri, name.block_key))
         self.observe(
