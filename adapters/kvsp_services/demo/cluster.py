@@ -350,10 +350,13 @@ class Cluster:
         """Return the controller's sessions."""
         return self.operator.ask_for(SessionListing, self.uris["controller"], ListSessions())
 
+    def index(self) -> IndexInfo:
+        """Return how many records the index has, in all and of each holder."""
+        return self.operator.ask_for(IndexInfo, self.uris["index"], DescribeIndex())
+
     def records_of(self, name: str) -> int:
         """Return how many records a holder has at the index."""
-        info = self.operator.ask_for(IndexInfo, self.uris["index"], DescribeIndex())
-        return sum(holder.records for holder in info.holders if holder.holder == self.uris[name])
+        return sum(holder.records for holder in self.index().holders if holder.holder == self.uris[name])
 
     def idle(self) -> bool:
         """Return whether no session is under way, and every active instance reports that it does nothing."""

@@ -271,14 +271,15 @@ _whole_floats = st.binary(min_size=1, max_size=6).map(lambda octets: octets * 4)
 @st.composite
 def split_requests(draw: st.DrawFn) -> ext.SplitRequest:
     """Splits of short contexts."""
-    block_tokens, keys = draw(st.integers(1, 64)), draw(tuples(hex32))
+    keys = draw(tuples(hex32))
+    block_tokens = draw(st.integers(1 if keys else 2, 64))  # a context without complete blocks has a token
     least = max(1, len(keys) * block_tokens)
     return ext.SplitRequest(
         compat_id=draw(hex32),
         scope_id=draw(hex16),
         block_keys=keys,
         block_tokens=block_tokens,
-        token_count=draw(st.integers(least, (len(keys) + 1) * block_tokens - 1 or 1)),
+        token_count=draw(st.integers(least, (len(keys) + 1) * block_tokens - 1)),
         instances=draw(st.lists(base_uris, min_size=1, max_size=3, unique=True).map(tuple)),
     )
 
