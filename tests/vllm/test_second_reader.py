@@ -28,7 +28,7 @@ SHORT = 256
 POSITIONS = 16
 BLOCK = 32
 BF16_BOUND = 1.0
-"""By how much logits may differ in bf16: twice what was seen."""
+"""By how much logits may differ in bf16: about twice the 0.44 that was seen between the two engines."""
 RAW_LOGITS = {"logprobs_mode": "raw_logits", "max_logprobs": 64}
 
 
