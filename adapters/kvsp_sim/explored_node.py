@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from itertools import count
 from types import MappingProxyType
-from typing import Final, Protocol, TypeAlias
+from typing import ClassVar, Final, Protocol, TypeAlias
 
 import attrs
 
@@ -194,9 +194,10 @@ class Engine(Protocol):
 
 @attrs.define
 class Shelf:
-    """A tier that works: containers by name."""
+    """A tier that works: containers by name, none forgotten."""
 
     blocks: dict[BlockName, bytes]
+    forgotten: ClassVar[frozenset[BlockName]] = frozenset()
 
 
 class CountedOctets:
