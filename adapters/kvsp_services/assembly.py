@@ -207,7 +207,7 @@ def make_tiers(sections: list[TierSection], storage_key: bytes | None) -> dict[s
     tiers: dict[str, BlockTier] = {}
     for section in sections:
         if section.directory is None:
-            tiers[section.tier] = MemoryTier(section.capacity_bytes)
+            tiers[section.tier] = MemoryTier(section.capacity_bytes, retention_ms=section.retention_ms)
         else:
             assert storage_key is not None, "the configuration was checked for this"
             tiers[section.tier] = FileTier(

@@ -18,7 +18,8 @@
 
 What the file does not allow is refused. A scope with ``shared = true`` is for content that is public among
 its readers, who may then learn which of it others used (SK-6); ``producers`` names those whose digests
-alone count. A principal of ``delegates`` publishes for the holders named.
+alone count. Of a scope with ``purged = true`` roles delete all that they have. A principal of ``delegates``
+publishes for the holders named.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class _Scope(msgspec.Struct, frozen=True):
     withdraw: tuple[str, ...] = ()
     producers: tuple[str, ...] = ()
     shared: bool = False
+    purged: bool = False
 
 
 class _File(msgspec.Struct, frozen=True):
@@ -73,6 +75,10 @@ def read_policy(path: Path) -> Policy:
                 " kvsp scope --scope-key-file prints it"
             )
         for field in ("read", "write", "publish", "withdraw", "producers"):
+            if scope.purged and getattr(scope, field):
+                raise DocumentError(
+                    f"{path}: scopes.{scope_id}.{field}: nobody may do anything in a purged scope; remove it"
+                )
             _check_known(path, f"scopes.{scope_id}.{field}", getattr(scope, field), file)
     _check_known(path, "delegates", file.delegates, file)
     for principal, holders in file.delegates.items():

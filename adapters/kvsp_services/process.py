@@ -1,6 +1,7 @@
 """A process that runs roles: started from a configuration, reloaded, drained and stopped by signals.
 
-SIGHUP reads policy and certificates again; what cannot be used is said and changes nothing. SIGTERM and
+SIGHUP reads policy and certificates again, and deletes what the policy says is to be purged; what cannot be
+used is said and changes nothing. SIGTERM and
 SIGINT stop in order: no new connections, what is under way ends, stores are closed; then the log says "safe
 to stop". A role whose write could not be made durable is discarded and rebuilt from its store, a bounded
 number of times.
@@ -11,7 +12,7 @@ from __future__ import annotations
 import signal
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ import structlog
 from kvsp_core.errors import KVSPError
 from kvsp_core.machines.fleet import Fleet
 from kvsp_core.roles.authorization import Policy
-from kvsp_core.roles.role import Effect, Role
+from kvsp_core.roles.role import BlockName, Effect, Role
 from kvsp_h2 import Credentials
 from kvsp_services.assembly import (
     Materials,
@@ -59,6 +60,8 @@ DRAIN_S: Final = 30.0
 CLOSE_S: Final = 5.0
 """Time that connections have to close in order after that."""
 _HEARTBEAT_S: Final = 1.0
+_EXPIRED_AT_MOST: Final = 1000
+"""Blocks of a tier that are deleted for their age at each heartbeat."""
 _DEAF_S: Final = 10.0
 """Time without a heartbeat after which the process says that it is not healthy."""
 
@@ -74,6 +77,24 @@ class Stoppable(Protocol):
 
     def stop(self, now_ms: int) -> tuple[Effect, ...]:
         """Be told that the process is to end."""
+        ...
+
+
+@runtime_checkable
+class Purgeable(Protocol):
+    """A role that keeps what the policy may say is to be deleted."""
+
+    def purge(self, now_ms: int) -> tuple[Effect, ...]:
+        """Delete what it has of the scopes that the policy says are purged."""
+        ...
+
+
+@runtime_checkable
+class Keeper(Protocol):
+    """A role that keeps blocks in tiers."""
+
+    def expire(self, tier: str, names: Iterable[BlockName], now_ms: int) -> tuple[Effect, ...]:
+        """Delete blocks that a tier has kept for as long as it may."""
         ...
 
 
@@ -236,6 +257,19 @@ class RunningRole:
         else:
             self._log.info("role rebuilt")
 
+    def purge(self) -> None:
+        """Have the role delete what the policy says is to be purged."""
+        if self.served is not None and isinstance(self.role, Purgeable):
+            self.served.driver.let(self.role.purge)
+
+    def expire(self) -> None:
+        """Have the role delete what its tiers have kept for as long as they may."""
+        if self.served is None or not isinstance(self.role, Keeper):
+            return
+        for tier, blocks in self._tiers.items():
+            if names := blocks.aged(_EXPIRED_AT_MOST):
+                self.served.driver.let(partial(self.role.expire, tier, names))
+
     def begin_to_stop(self) -> None:
         """Tell a role that has something to hand over that the process is to end."""
         if self.served is not None and isinstance(self.role, Stoppable):
@@ -305,6 +339,7 @@ class Process:
         for role in self.roles:
             if role.role is not None and hasattr(role.role, "policy"):
                 role.role.policy = policy
+            role.purge()
         self._log.info("reloaded")
 
     def give_up(self, reason: str) -> None:
@@ -327,6 +362,8 @@ class Process:
         """Show that the loop turns, and do what is due from time to time."""
         while True:
             self._beat = time.monotonic()
+            for role in self.roles:
+                role.expire()
             await anyio.sleep(_HEARTBEAT_S)
 
     async def handle_signals(self, started: Callable[[], None]) -> None:

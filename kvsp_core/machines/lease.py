@@ -360,8 +360,7 @@ class LeaseTable:
 
     `random_bytes` gives unguessable octets; a lease's identifier is 128 bits of it, so none is used twice,
     across restarts too. `now_ms` is the time of the start, from which restored blocks have a grace of
-    `max_ttl_ms`.
-    `quota_bytes` and `max_leases` hold for each client.
+    `max_ttl_ms`. `quota_bytes` and `max_leases` hold for each client.
 
     A lease is valid while ``now_ms <= expiry``, one millisecond being added to what was granted, since both
     sides truncate. All costs are O(log n), or proportional to the blocks an event names.
@@ -430,6 +429,11 @@ class LeaseTable:
     def is_read(self, block: str) -> bool:
         """Return whether someone is reading the block; eviction does well to spare it."""
         return block in self._readers_of
+
+    def blocks_of(self, client: str, lease: str) -> tuple[str, ...]:
+        """Return the blocks of a client's lease; none where it has no such lease."""
+        held = self._leases.get(lease)
+        return tuple(held.blocks) if held is not None and held.client == client else ()
 
     def leased_bytes(self, client: str, now_ms: int) -> int:
         """Return the octets a client has under lease, each block counted once."""

@@ -172,7 +172,8 @@ class ScopeRules:
     """What a scope allows, to principals by their URI.
 
     `producers`, where there are any, are those whose digests alone count (SE-2). A `shared` scope holds
-    content that is public among its readers (SK-6, decision W24).
+    content that is public among its readers (SK-6, decision W24). A `purged` scope allows nothing, and what
+    roles have of it they delete.
     """
 
     read: frozenset[str] = attrs.field(default=frozenset(), converter=frozenset)
@@ -181,6 +182,7 @@ class ScopeRules:
     withdraw: frozenset[str] = attrs.field(default=frozenset(), converter=frozenset)
     producers: frozenset[str] = attrs.field(default=frozenset(), converter=frozenset)
     shared: bool = False
+    purged: bool = False
 
     def principals(self, permission: Permission) -> frozenset[str]:
         """Return who has a permission."""
@@ -203,6 +205,8 @@ class Policy:
     _delegates: Mapping[str, frozenset[str]]
     _ids: Mapping[str, str]
     _somewhere: Mapping[Permission, frozenset[str]]
+    purged: frozenset[str]
+    """The scopes of which nothing is to be left."""
 
     def __init__(
         self,
@@ -211,6 +215,8 @@ class Policy:
         delegates: Mapping[str, Iterable[str]] = MappingProxyType({}),
     ) -> None:
         for scope_id, rules in scopes.items():
+            if rules.purged and any(rules.principals(permission) for permission in Permission):
+                raise LocalProtocolError(f"scope {scope_id}: it is purged, and cannot allow anything")
             for name in ("read", "write", "publish", "withdraw", "producers"):
                 if not principals.keys() >= getattr(rules, name):
                     raise LocalProtocolError(f"scope {scope_id}: {name} names a principal that has no role")
@@ -229,6 +235,7 @@ class Policy:
                     for permission in Permission
                 }
             ),
+            frozenset(scope_id for scope_id, rules in scopes.items() if rules.purged),
         )
 
     def __repr__(self) -> str:

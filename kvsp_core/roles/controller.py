@@ -219,7 +219,18 @@ class Controller:
             # A later incarnation was seen, but the crash came before its sessions were moved.
             if epochs.get(owner.instance, owner.incarnation) != owner.incarnation:
                 self._lose(owner, now_ms)
+        self._delete_purged(now_ms)
         return self._end(now_ms)
+
+    def purge(self, now_ms: int) -> tuple[Effect, ...]:
+        """End the sessions and shard maps of the scopes that the policy says are purged, and delete them."""
+        self._delete_purged(now_ms)
+        return self._end(now_ms)
+
+    def _delete_purged(self, now_ms: int) -> None:
+        for ledger, effects in self._sessions.purge(self.policy.purged, now_ms):
+            self._follow(ledger.record.session, effects)
+        self._maps.end_of_scopes(self.policy.purged, now_ms)
 
     def next_deadline_ms(self) -> int | None:
         """Return when the controller next wants `TimerFired`, or None. It may be early."""
@@ -479,6 +490,11 @@ class Controller:
 
     def _place_found(self, purpose: _ForRequest, found: Found, placement: Placement, now_ms: int) -> None:
         chosen = placement.chosen
+        scope_id = found.subject.prefixes[0].scope_id
+        problem = authorize(self.policy, purpose.client, PlaceRequest(), scope_id=scope_id)
+        if problem is not None:  # since it was asked
+            self._work.emit(refuse(purpose.request_id, problem))
+            return
         if self._sessions.is_full:
             self._work.emit(refuse(purpose.request_id, _FULL, retry_after_s=_RETRY_AFTER_S))
             return

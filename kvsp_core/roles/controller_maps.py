@@ -8,7 +8,7 @@ the fewest tokens of the context, which computes them (RS-6). The protocol of it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import TypeAlias, assert_never
 
 import attrs
@@ -101,6 +101,7 @@ class ShardMaps:
         self._groups: dict[str, _Group] = {}
         self._member_of: dict[str, dict[str, None]] = {}  # instance -> maps that give it ranges
         self._alarms = Alarms()
+        self._ending: Collection[str] = ()  # the scopes whose maps are to end
         self._unrepaired: dict[str, None] = {}  # maps with ranges that have no living owner
 
     def get(self, map_id: str) -> ShardMap | None:
@@ -186,6 +187,13 @@ class ShardMaps:
 
     # What happens
 
+    def end_of_scopes(self, scopes: Collection[str], now_ms: int) -> None:
+        """End the maps of these scopes, and keep trying: what is being changed ends a while after that."""
+        self._ending = scopes
+        for map_id, group in tuple(self._groups.items()):
+            if group.context.scope_id in scopes and self.is_stable(map_id):
+                self.begin(map_id, (), group.context, now_ms)
+
     def lose(self, instance: str, now_ms: int) -> None:
         """An incarnation of an instance is gone, and with it what it held."""
         for map_id in tuple(self._member_of.get(instance, ())):
@@ -202,8 +210,13 @@ class ShardMaps:
         """Let the deadlines that have come take effect."""
         for map_id in self._alarms.take_due(now_ms):
             self._apply(map_id, m.Timer(), now_ms)
-            if map_id in self._unrepaired and isinstance(self._groups[map_id].state, m.Stable):
-                self._reassign(map_id, self._groups[map_id], now_ms)
+            group = self._groups.get(map_id)
+            if group is None or not isinstance(group.state, m.Stable):
+                continue
+            if group.context.scope_id in self._ending:
+                self.begin(map_id, (), group.context, now_ms)
+            elif map_id in self._unrepaired:
+                self._reassign(map_id, group, now_ms)
 
     def handle(self, call: ReshardCall, item: AnswerReceived | CallFailed, now_ms: int) -> None:
         """Take in the end of a call to a member."""
@@ -245,6 +258,8 @@ class ShardMaps:
             return
         if not state.map.shards and state.map.version:
             self._end(map_id)
+        elif group.context.scope_id in self._ending:
+            self._alarms.set(map_id, now_ms + self._retry_ms)  # not at once: a member may have refused
         elif not state.lost & _members(state):
             self._unrepaired.pop(map_id, None)
         elif isinstance(before, m.Aborting):

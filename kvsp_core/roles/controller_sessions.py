@@ -8,7 +8,7 @@ thousand small steps and not one flood (decision W20).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from types import MappingProxyType
 from typing import Final
 
@@ -17,6 +17,7 @@ from kvsp_core.limits import MAX_CONCURRENT_RESUMES, MAX_SESSIONS
 from kvsp_core.machines.alarms import Alarms
 from kvsp_core.machines.session import (
     DEFAULT_TIMES,
+    Close,
     Effect,
     Event,
     Forget,
@@ -144,6 +145,20 @@ class Sessions:
             effects = ledger.handle(OwnerLost(owner), now_ms)
             writes += session_writes(session, effects)
             done.append((ledger, self._settle(ledger, owner, effects, persist=False)))
+        if writes:
+            self._work.emit(Persist(tuple(writes)))
+        return done
+
+    def purge(self, scopes: Collection[str], now_ms: int) -> list[tuple[SessionLedger, tuple[Effect, ...]]]:
+        """End every session of these scopes and delete what is stored of it, in one durable batch."""
+        writes: list[Write] = []
+        done = []
+        for ledger in tuple(self._ledgers.values()):
+            if ledger.record.scope_id in scopes:
+                before = ledger.owner
+                ledger.handle(Close(), now_ms)
+                writes += session_writes(ledger.record.session, (Forget(),))
+                done.append((ledger, self._settle(ledger, before, (Forget(),), persist=False)))
         if writes:
             self._work.emit(Persist(tuple(writes)))
         return done

@@ -8,12 +8,12 @@ is not held any more (PB-3), and its memory freed when its last reader is gone (
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TypeAlias, assert_never
+from typing import Final, TypeAlias, assert_never
 
 from kvsp_core.container import replica_digest
 from kvsp_core.machines import lease as leases
 from kvsp_core.machines.lease import BlockKind, LeaseTable
-from kvsp_core.problems import Problem
+from kvsp_core.problems import NOT_FOUND, Problem
 from kvsp_core.records import ReplicaRecord, Residency
 from kvsp_core.roles.descriptors import Descriptors
 from kvsp_core.roles.holdings import Holdings, TierLimits, id_of
@@ -25,6 +25,8 @@ from kvsp_core.roles.work import Work
 __all__ = ["HeldBlocks", "LeaseEvent"]
 
 LeaseEvent: TypeAlias = leases.CreateLease | leases.RenewLease | leases.ReleaseLease
+
+_GOING: Final = Problem(NOT_FOUND, "a block of the lease is to be deleted; the lease ends when it expires")
 
 
 class HeldBlocks:
@@ -67,10 +69,14 @@ class HeldBlocks:
         self._read_of: dict[str, str] = {}
         self._reads_of: dict[str, int] = {}  # blocks that are being read from their tier, and how often
         self._kept: dict[str, int] = {}
+        self._doomed: set[str] = set()  # to be deleted as soon as nobody has a right to them any more
+        self._let_go: list[str] = []  # of those, which nothing beside this holder keeps any more
         self._gone: list[BlockName] = []
 
     def next_deadline_ms(self) -> int | None:
         """Return when to call `tick` next, or None."""
+        if self._let_go:
+            return 0
         deadlines = (self.lease_table.next_deadline_ms(), self.publisher.next_deadline_ms())
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
@@ -88,6 +94,8 @@ class HeldBlocks:
                 self._apply(self.lease_table.handle(leases.EndWithdrawal(block=block), now_ms), now_ms)
         for block in self.publisher.take_refused():
             self.lose(block, now_ms)
+        while self._let_go:
+            self._free_if_unused(self._let_go.pop(), now_ms)
 
     def take_gone(self) -> tuple[BlockName, ...]:
         """Return the blocks that are not held any more since the last time."""
@@ -140,11 +148,24 @@ class HeldBlocks:
         if block in self.holdings:
             self._apply(self.lease_table.handle(leases.FailBlock(block=block), now_ms), now_ms)
 
+    def delete(self, blocks: Iterable[str], now_ms: int) -> None:
+        """Withdraw blocks at once; delete each as soon as it is not leased, kept or read.
+
+        Until then no lease on them is granted or renewed (LE-2 holds for those that were).
+        """
+        for block in blocks:
+            if block in self.holdings and block not in self._doomed:
+                self._doomed.add(block)
+                self.publisher.withdraw(block, now_ms)
+                self._free_if_unused(block, now_ms)
+
     # Use
 
     def lease(self, event: LeaseEvent, now_ms: int) -> leases.LeaseGranted | Problem | None:
         """Let a lease begin, go on or end; return what is granted or why not, or None for an end."""
         outcome: leases.LeaseGranted | Problem | None = None
+        if self._doomed and not self._doomed.isdisjoint(self._wanted(event)):
+            return _GOING
         effects = self.lease_table.handle(event, now_ms)
         for effect in effects:
             if isinstance(effect, leases.LeaseGranted):
@@ -153,6 +174,18 @@ class HeldBlocks:
                 outcome = effect.problem
         self._apply(effects, now_ms)
         return outcome
+
+    def _wanted(self, event: LeaseEvent) -> tuple[str, ...]:
+        """Return the blocks that a client wants to be kept."""
+        match event:
+            case leases.CreateLease(blocks=blocks):
+                return blocks
+            case leases.RenewLease(client=client, lease=lease):
+                return self.lease_table.blocks_of(client, lease)
+            case leases.ReleaseLease():
+                return ()
+            case _:
+                assert_never(event)
 
     def in_use(self, blocks: Iterable[str]) -> None:
         """Note that these blocks were leased, in the order of a prompt."""
@@ -198,6 +231,8 @@ class HeldBlocks:
             # Whether a lease protects it is looked at when it is to be evicted.
             free = not self.lease_table.is_read(block) and block not in self.moves
             self.holdings.set_evictable(block, free)
+            if block in self._doomed:
+                self._let_go.append(block)
 
     # Parts
 
@@ -228,6 +263,7 @@ class HeldBlocks:
     def _leave(self, block: str, now_ms: int) -> None:
         """The block is not held any more: the index is told at once."""
         stored, tier = self.holdings.remove(block)
+        self._doomed.discard(block)
         self._leaving[block] = stored, tier
         self._gone.append(stored.name)
         self.publisher.withdraw(block, now_ms)
@@ -237,7 +273,8 @@ class HeldBlocks:
         self._free_if_unused(block, now_ms, used=False)
         if to_another:
             found = self.holdings.get(block)
-            assert found is not None
+            if found is None or block in self._doomed:
+                return
             self.publisher.publish(block, found[0].name.block_key, now_ms)
 
     def _free_if_unused(self, block: str, now_ms: int, *, used: bool = True) -> None:
@@ -248,6 +285,10 @@ class HeldBlocks:
             and not self.lease_table.is_read(block)
             and self.lease_table.may_evict(block, now_ms)
         )
+        if free and block in self._doomed:
+            self._work.observe("kvsp_holder_deletions")
+            self._apply(self.lease_table.handle(leases.EvictBlock(block=block), now_ms), now_ms)
+            return
         self.holdings.set_evictable(block, free, used=used)
 
     def _record_of(self, block: str, ttl_ms: int) -> ReplicaRecord | None:

@@ -10,7 +10,7 @@ of `kvsp_core.roles.local_blocks.LocalBlocks`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final, TypeAlias, assert_never
 
 import attrs
@@ -62,6 +62,7 @@ from kvsp_core.roles.role import (
     BodyArrived,
     BodyFailed,
     CallFailed,
+    Drop,
     Effect,
     Input,
     JobDone,
@@ -207,6 +208,25 @@ class Holder:
         """Be told that the process is to end: take nothing new, withdraw every record (PB-3)."""
         self._stopping = True
         self._blocks.publisher.withdraw_all(now_ms)
+        self._blocks.settle(now_ms)
+        return self._work.take()
+
+    def purge(self, now_ms: int) -> tuple[Effect, ...]:
+        """Delete, in every tier, what is held of the scopes that the policy says are purged."""
+        purged = self.policy.purged
+        self._blocks.delete(self._blocks.holdings.of_scopes(purged) if purged else (), now_ms)
+        self._blocks.settle(now_ms)
+        return self._work.take()
+
+    def expire(self, tier: str, names: Iterable[BlockName], now_ms: int) -> tuple[Effect, ...]:
+        """Delete blocks that a tier has kept for as long as it may."""
+        for name in names:
+            block = id_of(name)
+            found = self._blocks.holdings.get(block)
+            if found is not None and found[1] == tier:
+                self._blocks.delete((block,), now_ms)
+            elif block not in self._arriving and block not in self._blocks.moves:
+                self._work.emit(Drop(name, tier))  # it was to be dropped before, and could not be
         self._blocks.settle(now_ms)
         return self._work.take()
 
@@ -436,6 +456,8 @@ class Holder:
             self._work.emit(done(storing.request_id, 201))
         else:
             self._news.append(BlockAdded(storing.ticket, storing.stored.name))
+        if storing.stored.name.scope_id in self.policy.purged:  # since it was let in
+            self._blocks.delete((storing.block,), now_ms)
 
     def _not_written(self, storing: _Storing, fault: JobFault) -> None:
         """Try the next tier that has room as it is; without one the block is not kept."""
@@ -563,6 +585,7 @@ class Holder:
                 catalogue = outcome.catalogue if isinstance(outcome, JobDone) else ()
                 for stored in catalogue:
                     self._blocks.restore(stored, tier, now_ms)
+                self._work.emit(*self.purge(now_ms))
             case _:
                 assert_never(purpose)
 

@@ -10,7 +10,7 @@ of a prompt; where that guess is wrong, a block goes earlier or later than it mi
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from typing import Final
 
 import attrs
@@ -103,6 +103,10 @@ class Holdings:
     def with_key(self, block_key: str) -> tuple[str, ...]:
         """Return the blocks of this key: mostly one, more where scopes or descriptors differ."""
         return self._ids_of_key.get(block_key, ())
+
+    def of_scopes(self, scopes: Collection[str]) -> tuple[str, ...]:
+        """Return the blocks of these scopes, after a look at all blocks."""
+        return tuple(block for block, held in self._held.items() if held.block.name.scope_id in scopes)
 
     def free_bytes(self, tier: str) -> int:
         """Return the room that is left in a tier."""

@@ -55,6 +55,7 @@ from kvsp_core.roles.instance_shards import Shards
 from kvsp_core.roles.local_blocks import LocalBlocks
 from kvsp_core.roles.role import (
     AnswerReceived,
+    BlockName,
     BlockReceived,
     BodyArrived,
     BodyFailed,
@@ -244,6 +245,17 @@ class Instance:
     def stop(self, now_ms: int) -> tuple[Effect, ...]:
         """Be told that the process is to end: drain, then withdraw the records of the blocks held here."""
         self._live(lifecycle.Stop(), now_ms)
+        return self._done(now_ms)
+
+    def purge(self, now_ms: int) -> tuple[Effect, ...]:
+        """Give up sessions of the scopes that the policy says are purged; delete what is held of them."""
+        self._sessions.give_up(self.policy.purged, now_ms)
+        self._work.emit(*self._blocks.purge(now_ms))
+        return self._done(now_ms)
+
+    def expire(self, tier: str, names: Iterable[BlockName], now_ms: int) -> tuple[Effect, ...]:
+        """Delete blocks that a tier has kept for as long as it may."""
+        self._work.emit(*self._blocks.expire(tier, names, now_ms))
         return self._done(now_ms)
 
     @property

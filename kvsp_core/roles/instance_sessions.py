@@ -9,7 +9,7 @@ CP-3, CP-5, MG-2, MG-3; decisions W19, W20, W31.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import attrs
 
@@ -614,6 +614,12 @@ class Sessions:
         self._abort(session, now_ms)
         if not isinstance(state, resume.Absent):
             self._advance(session, resume.SessionEnded(state.epoch), now_ms)
+
+    def give_up(self, scopes: Collection[str], now_ms: int) -> None:
+        """Stop serving the sessions of these scopes, and forget what they have said."""
+        for session in tuple(self._sessions.values()):
+            if session.scope_id in scopes:
+                self._give_up(session, now_ms)
 
     def _abort(self, session: ServedSession, now_ms: int) -> None:
         """Stop everything that is done for a session in its present epoch."""

@@ -8,6 +8,7 @@ effects, and reads its news after each. Numbers of calls, jobs and buffers are s
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol, TypeAlias
 
 import attrs
@@ -63,6 +64,14 @@ class LocalBlocks(Protocol):
 
     def stop(self, now_ms: int) -> tuple[Effect, ...]:
         """Be told that the process is to end: withdraw every record."""
+        ...
+
+    def purge(self, now_ms: int) -> tuple[Effect, ...]:
+        """Delete what is held of the scopes that the policy says are purged."""
+        ...
+
+    def expire(self, tier: str, names: Iterable[BlockName], now_ms: int) -> tuple[Effect, ...]:
+        """Delete blocks that a tier has kept for as long as it may."""
         ...
 
     @property

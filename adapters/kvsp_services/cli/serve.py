@@ -21,7 +21,7 @@ __all__ = ["serve"]
 )
 @click.option("--check", is_flag=True, help="Only read the configuration, and say whether it is right.")
 def serve(config: Path, loop: LoopName | None, check: bool) -> None:
-    """Run the roles that the CONFIG file names, until SIGTERM. SIGHUP reloads policy and certificates."""
+    """Run the roles that the CONFIG file names, until SIGTERM. SIGHUP reads policy and certificates again."""
     document = read_config(config)
     if check:
         click.echo(f"{config}: runs {', '.join(document.roles)}")

@@ -31,10 +31,10 @@ def backup(store: Path, target: Path) -> None:
 @click.option("--storage-key-file", type=click.Path(exists=True, path_type=Path), required=True)
 @click.option("--scope", "scope_id", required=True, help="The Scope ID; kvsp scope prints it.")
 def purge(directory: Path, storage_key_file: Path, scope_id: str) -> None:
-    """Delete every block of a scope from a holder's DIRECTORY, also while the holder is running.
+    """Delete every block of a scope from the DIRECTORY of a holder that does not run; prints how many.
 
-    A running holder answers for them with "not found" from then on and withdraws what is asked for. Prints
-    how many blocks were deleted.
+    Those that run delete a scope, in every tier and at the index, when its policy says `purged = true` and
+    they get SIGHUP.
     """
     if not re.fullmatch(r"[0-9a-f]{32}", scope_id):
         raise click.UsageError("--scope is 32 lowercase hex digits; kvsp scope --scope-key-file prints it.")

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from io import FileIO
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Final
 
@@ -93,8 +94,9 @@ _DAMAGED: Final = (InvalidTag, msgspec.MsgspecError, _TornError)
 class FileTier:
     """Blocks in files below a directory that only the owner can read, at most `capacity_bytes` of sections.
 
-    What was stored longer than `retention_ms` ago is deleted by `expire` and at the start; `wall_clock_ms`
-    tells the time that ages are counted by, since they go on while the process does not.
+    What was stored longer than `retention_ms` ago is deleted at the start, and named by `aged` later on, for
+    the role to delete; `wall_clock_ms` tells the time that ages are counted by, since they go on while the
+    process does not.
     """
 
     blocking = True
@@ -115,8 +117,8 @@ class FileTier:
         self._retention_ms = retention_ms
         self._wall_clock_ms = wall_clock_ms
         self._lock = threading.Lock()
-        self._held: dict[str, tuple[int, int]] = {}
-        """For each file its octets of sections and when they were stored, the oldest first."""
+        self._held: dict[str, tuple[int, int, BlockName]] = {}
+        """For each file its octets of sections, when and under which name they came; the oldest first."""
         self.used_bytes = 0
         self.damaged = 0
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -143,7 +145,7 @@ class FileTier:
         """Seal a block into a file, whole or not at all."""
         file, now_ms = self._file(block.name), self._wall_clock_ms()
         with self._lock:
-            added = data.nbytes - self._held.get(file, (0, 0))[0]
+            added = data.nbytes - self._size(file)
             if self.used_bytes + added > self._capacity_bytes:
                 raise BlockFault(JobFault.FULL)
             self.used_bytes += added  # before it is written, so that several writers cannot exceed it
@@ -156,7 +158,7 @@ class FileTier:
             raise BlockFault(fault) from error
         with self._lock:
             self._held.pop(file, None)
-            self._held[file] = (data.nbytes, now_ms)
+            self._held[file] = (data.nbytes, now_ms, block.name)
         return False
 
     def _write(self, file: str, block: StoredBlock, data: memoryview, now_ms: int) -> None:
@@ -246,8 +248,11 @@ class FileTier:
 
     def _forget(self, file: str) -> None:
         with self._lock:
-            size, _ = self._held.pop(file, (0, 0))
-            self.used_bytes -= size
+            self.used_bytes -= self._size(file)
+            self._held.pop(file, None)
+
+    def _size(self, file: str) -> int:
+        return self._held[file][0] if file in self._held else 0
 
     def purge(self, scope_id: str) -> int:
         """Remove every block of a scope and return how many there were."""
@@ -258,20 +263,14 @@ class FileTier:
         shutil.rmtree(directory, ignore_errors=True)
         return len(doomed)
 
-    def expire(self) -> int:
-        """Remove what is past its retention and return how many blocks that were."""
+    def aged(self, at_most: int) -> tuple[BlockName, ...]:
+        """Return what is past its retention."""
         if self._retention_ms is None:
-            return 0
+            return ()
         oldest_ms = self._wall_clock_ms() - self._retention_ms
-        doomed = []
         with self._lock:
-            for file, (_, stored_at_ms) in self._held.items():
-                if stored_at_ms >= oldest_ms:
-                    break
-                doomed.append(file)
-        for file in doomed:
-            self._remove(file)
-        return len(doomed)
+            old = takewhile(lambda held: held[1] < oldest_ms, self._held.values())
+            return tuple(name for _, _, name in islice(old, at_most))
 
     # Starting and stopping
 
@@ -297,9 +296,10 @@ class FileTier:
                 found.append((header.stored_at_ms, file, header.block()))
         marker.unlink(missing_ok=True)
         found.sort(key=lambda entry: entry[0])
-        self._held = {file: (block.header.data_bytes, at_ms) for at_ms, file, block in found}
-        self.used_bytes = sum(size for size, _ in self._held.values())
-        self.expire()
+        self._held = {file: (block.header.data_bytes, at_ms, block.name) for at_ms, file, block in found}
+        self.used_bytes = sum(size for size, _, _ in self._held.values())
+        for name in self.aged(len(self._held)):
+            self.drop(name)
         return tuple(block for _, file, block in found if file in self._held)
 
     def _checked(self, path: Path, file: str, thorough: bool) -> _Header:

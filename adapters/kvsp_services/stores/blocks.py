@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
+from itertools import islice, takewhile
 from typing import Protocol
 
 import attrs
@@ -67,8 +69,8 @@ class BlockTier(Protocol):
         """Remove every block of a scope and return how many there were."""
         ...
 
-    def expire(self) -> int:
-        """Remove what is past its retention and return how many blocks that were."""
+    def aged(self, at_most: int) -> tuple[BlockName, ...]:
+        """Return what has been here for longer than it may be, the oldest first. Short, whatever it holds."""
         ...
 
     def close(self) -> None:
@@ -115,13 +117,25 @@ class RangeDigests:
 
 
 class MemoryTier:
-    """Blocks in host memory, at most `capacity_bytes` of sections. It keeps the memory it is given."""
+    """Blocks in host memory, at most `capacity_bytes` of sections. It keeps the memory it is given.
+
+    `aged` names what was stored longer than `retention_ms` ago.
+    """
 
     blocking = False
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(
+        self,
+        capacity_bytes: int,
+        *,
+        retention_ms: int | None = None,
+        clock_ms: Callable[[], int] = lambda: time.monotonic_ns() // 1_000_000,
+    ) -> None:
         self._capacity_bytes = capacity_bytes
-        self._blocks: dict[BlockName, tuple[StoredBlock, memoryview]] = {}
+        self._retention_ms = retention_ms
+        self._clock_ms = clock_ms
+        self._blocks: dict[BlockName, tuple[StoredBlock, memoryview, int]] = {}
+        """Each with the time when it was stored, the oldest first."""
         self._lock = threading.Lock()
         self.used_bytes = 0
 
@@ -133,7 +147,8 @@ class MemoryTier:
             if self.used_bytes + added > self._capacity_bytes:
                 raise BlockFault(JobFault.FULL)
             self.used_bytes += added
-            self._blocks[block.name] = (block, data.toreadonly())
+            self._blocks.pop(block.name, None)
+            self._blocks[block.name] = (block, data.toreadonly(), self._clock_ms())
         return True
 
     def read(
@@ -143,7 +158,7 @@ class MemoryTier:
         held = self._blocks.get(name)
         if held is None:
             raise BlockFault(JobFault.MISSING)
-        block, data = held
+        block, data, _ = held
         part, _, start = part_of(block.header, layers)
         return attrs.evolve(block, header=part), data[start : start + part.data_bytes]
 
@@ -156,7 +171,7 @@ class MemoryTier:
     def catalogue(self) -> tuple[StoredBlock, ...]:
         """Return what the tier holds."""
         with self._lock:
-            return tuple(block for block, _ in self._blocks.values())
+            return tuple(block for block, _, _ in self._blocks.values())
 
     def purge(self, scope_id: str) -> int:
         """Remove every block of a scope and return how many there were."""
@@ -166,9 +181,14 @@ class MemoryTier:
             self.drop(name)
         return len(doomed)
 
-    def expire(self) -> int:
-        """Remove nothing: what is in memory goes with the process."""
-        return 0
+    def aged(self, at_most: int) -> tuple[BlockName, ...]:
+        """Return what is past its retention."""
+        if self._retention_ms is None:
+            return ()
+        oldest_ms = self._clock_ms() - self._retention_ms
+        with self._lock:
+            old = takewhile(lambda held: held[1][2] < oldest_ms, self._blocks.items())
+            return tuple(name for name, _ in islice(old, at_most))
 
     def close(self) -> None:
         """Forget everything."""

@@ -142,6 +142,21 @@ def test_a_purge_takes_one_scope_and_no_other(tier: BlockTier) -> None:
     assert tier.purge("cc" * 16) == 0
 
 
+@pytest.mark.requirement("SE-4")
+def test_a_tier_in_memory_names_what_is_past_its_retention() -> None:
+    now_ms = [1000]
+    tier = MemoryTier(CAPACITY, retention_ms=100, clock_ms=lambda: now_ms[0])
+    put(tier, 1, 2)
+    now_ms[0] += 60
+    put(tier, 3, 1)
+    assert tier.aged(10) == ()
+    now_ms[0] += 41
+    assert tier.aged(10) == (named(2),)
+    now_ms[0] += 60
+    assert tier.aged(2) == (named(2), named(3))
+    assert MemoryTier(CAPACITY).aged(10) == ()
+
+
 # Files --------------------------------------------------------------------------------------------
 
 
@@ -282,7 +297,8 @@ def test_retention_deletes_also_what_aged_while_nothing_ran(tmp_path: Path) -> N
     now_ms[0] += 600
     put(tier, 2)
     now_ms[0] += 500
-    assert tier.expire() == 1
+    assert tier.aged(10) == (named(1),)
+    tier.drop(named(1))
     assert fault_of(lambda: tier.read(named(1), None, acquire)) is JobFault.MISSING
     tier.close()
     now_ms[0] += 600

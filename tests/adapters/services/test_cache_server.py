@@ -147,6 +147,25 @@ def test_a_holder_is_added_to_a_running_index_by_its_policy_alone(cluster: Clust
     assert until(lambda: shell.matched() == 1)
 
 
+@pytest.mark.requirement("SE-4", "PB-3")
+def test_a_scope_is_purged_from_a_running_holder_by_its_policy(cluster: Cluster, shell: Shell) -> None:
+    assert shell.put(0)[0] == shell.put(1)[0] == 0
+    assert until(lambda: shell.matched() == 2)
+    files = lambda: [p for p in (cluster.directory / "blocks").glob("*/*/*") if p.is_file()]  # noqa: E731
+    assert len(files()) == 2
+    policy = cluster.directory / "policy.toml"
+    complete = policy.read_text()
+    policy.write_text(complete[: complete.index("\nread =")] + "\npurged = true\n")
+    assert cluster.process is not None
+    cluster.process.send_signal(signal.SIGHUP)
+    assert until(lambda: not files())
+    assert shell.get(0)[0] == 1
+    policy.write_text(complete)
+    cluster.process.send_signal(signal.SIGHUP)
+    assert until(lambda: cluster.log.count('"event": "reloaded"') == 2)
+    assert shell.matched() == 0, "no record is left"
+
+
 @pytest.mark.requirement("PB-3", "SE-4")
 def test_after_kill_9_what_is_on_disk_is_served_and_published_again(cluster: Cluster, shell: Shell) -> None:
     assert shell.put(0)[0] == shell.put(1)[0] == 0

@@ -64,6 +64,7 @@ def test_what_is_not_said_is_not_allowed(tmp_path: Path) -> None:
             f"scopes.{SCOPE}.read[0]: https://h2",
         ),
         (f'{PRINCIPALS}[scopes.{SCOPE}]\nread = "all"', "expected array"),
+        (f'{PRINCIPALS}[scopes.{SCOPE}]\nread = ["{HOLDER}"]\npurged = true', f"scopes.{SCOPE}.read: nobody"),
     ],
 )
 def test_a_mistake_is_one_line_with_its_key(tmp_path: Path, text: str, said: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import attrs
@@ -143,6 +143,17 @@ class Beside:
 
     def next_deadline_ms(self) -> int | None:
         return None
+
+    def purge(self, now_ms: int) -> tuple[Effect, ...]:
+        gone = [name for name in self.tiers if name.scope_id in self.policy.purged]
+        for name in gone:
+            self.lost(name, now_ms)
+        return ()
+
+    def expire(self, tier: str, names: Iterable[BlockName], now_ms: int) -> tuple[Effect, ...]:
+        for name in names:
+            self.lost(name, now_ms)
+        return ()
 
     def tier_of(self, name: BlockName) -> str | None:
         return self.tiers.get(name)

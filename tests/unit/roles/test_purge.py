@@ -1,0 +1,218 @@
+"""A scope that the policy says is purged, and blocks past their retention, are deleted while roles run."""
+
+from __future__ import annotations
+
+import hashlib
+
+import attrs
+import pytest
+
+from kvsp_core.bodies import decode
+from kvsp_core.errors import LocalProtocolError
+from kvsp_core.messages import LeaseGranted, LeaseRenewal
+from kvsp_core.resources import GetBlock, PlaceRequest, RenewLease
+from kvsp_core.roles import engine
+from kvsp_core.roles.authorization import Policy, ScopeRules
+from kvsp_core.roles.holdings import TierLimits
+from kvsp_core.roles.role import BlockName, CallFailed, Drop, Send
+from kvsp_core.roles.work import Numbers
+from tests.unit.roles import holder_kit as kit
+from tests.unit.roles import instance_world as instances
+from tests.unit.roles import test_controller as controllers
+from tests.unit.roles import test_controller_maps as maps
+from tests.unit.roles.holder_kit import ALICE, BOB, COMPAT, OTHER_SCOPE, SCOPE, Loop, container, problem_of
+from tests.unit.roles.test_instance import PROMPT
+
+K = [hashlib.sha256(bytes([i])).hexdigest() for i in range(4)]
+NAMES = [BlockName(COMPAT, SCOPE, key) for key in K]
+SIZE = len(container())
+
+
+def without(policy: Policy, scope_id: str) -> Policy:
+    """Return a policy in which this scope is purged."""
+    scopes = {**policy._scopes, scope_id: ScopeRules(purged=True)}
+    return Policy(policy._roles, scopes)
+
+
+def purge(loop: Loop) -> None:
+    loop.holder.policy = without(kit.POLICY, SCOPE)
+    loop.do(loop.holder.purge(loop.now_ms))
+
+
+def two_tiers() -> Loop:
+    tiers = {
+        "host": TierLimits(capacity_bytes=8 * SIZE),
+        "local-storage": TierLimits(capacity_bytes=8 * SIZE),
+    }
+    before = ("local-storage", NAMES[2], container())
+    loop = Loop(tiers=tiers).start(before)
+    loop.at(1002)  # the grace of what was there at the start is over
+    return loop
+
+
+# A holder
+
+
+@pytest.mark.requirement("SE-4", "PB-3")
+def test_a_purge_deletes_a_scope_in_all_tiers_and_withdraws_its_records() -> None:
+    loop = two_tiers()
+    loop.put(K[0])
+    loop.put(K[1], client=BOB, scope=OTHER_SCOPE)
+    loop.index_answers()
+    assert loop.listed == {COMPAT, *K[:3]} - {COMPAT}
+    purge(loop)
+    assert loop.tiers == {"host": {BlockName(COMPAT, OTHER_SCOPE, K[1]): container()}, "local-storage": {}}
+    assert sorted(loop.index_answers()) == sorted([("DELETE", K[0]), ("DELETE", K[2])])
+    assert problem_of(loop.ask(GetBlock(COMPAT, SCOPE, K[0]))) == "kvsp-scope-denied 403"
+    assert loop.get(K[1], client=BOB, scope=OTHER_SCOPE).status == 200
+    purge(loop)  # again is nothing
+    assert loop.holder._blocks.holdings.used_bytes == SIZE
+
+
+@pytest.mark.requirement("LE-2", "LE-1")
+def test_a_leased_block_stays_until_its_lease_ends_which_is_not_renewed() -> None:
+    loop = Loop().start()
+    loop.put(K[0])
+    loop.index_answers()
+    granted = loop.lease(K[0], ttl_ms=500)
+    assert isinstance(granted.body, bytes)
+    lease = decode(LeaseGranted, granted.body).lease
+    purge(loop)
+    assert loop.index_answers() == [("DELETE", K[0])], "nobody else is to find it"
+    assert NAMES[0] in loop.tiers["host"]
+    for _ in range(2):
+        assert problem_of(loop.ask(RenewLease(lease), LeaseRenewal(ttl_ms=500))) == "kvsp-not-found 404"
+    loop.at(499)
+    assert NAMES[0] in loop.tiers["host"]
+    loop.at(502)
+    assert loop.tiers["host"] == {}
+    assert loop.calls == {}
+
+
+def test_a_block_that_is_read_or_kept_goes_when_it_is_not_any_more() -> None:
+    loop = Loop(numbers=Numbers()).start()
+    for key in K[:2]:
+        loop.put(key)
+    loop.index_answers()
+    loop.holder.keep(NAMES[1])
+    loop.ask(GetBlock(COMPAT, SCOPE, K[0]))
+    reading = loop.last_request
+    purge(loop)
+    assert set(loop.tiers["host"]) == set(NAMES[:2])
+    loop.end(reading)
+    assert set(loop.tiers["host"]) == {NAMES[1]}
+    loop.holder.let_go(NAMES[1])
+    loop.at(loop.now_ms)
+    assert loop.tiers["host"] == {}
+
+
+def test_what_arrives_while_its_scope_is_purged_does_not_stay() -> None:
+    loop = Loop().start()
+    number = loop.begin_put(K[0], container())
+    purge(loop)
+    loop.send_block(number, container())
+    loop.end(number)
+    assert loop.tiers["host"] == {}
+    assert loop.index_answers() in ([], [("PUT", COMPAT), ("PUT", K[0]), ("DELETE", K[0])])
+    assert loop.listed == set()
+
+
+def test_what_is_found_at_the_start_is_purged_too() -> None:
+    loop = Loop()
+    loop.holder.policy = without(kit.POLICY, SCOPE)
+    loop.start(("host", NAMES[0], container()))
+    loop.index_answers()
+    loop.at(1002)
+    assert loop.tiers["host"] == {}
+
+
+@pytest.mark.requirement("SE-4", "PB-3")
+def test_what_a_tier_has_kept_for_long_enough_is_withdrawn_and_deleted() -> None:
+    loop = two_tiers()
+    loop.put(K[0])
+    loop.index_answers()
+    loop.do(loop.holder.expire("local-storage", (NAMES[2], NAMES[0], NAMES[1]), loop.now_ms))
+    assert loop.tiers == {"host": {NAMES[0]: container()}, "local-storage": {}}
+    assert loop.index_answers() == [("DELETE", K[2])]
+    loop.lease(K[0], ttl_ms=500)
+    loop.do(loop.holder.expire("host", NAMES[:1], loop.now_ms))
+    assert problem_of(loop.lease(K[0])) == "kvsp-not-found 404"
+    assert loop.get(K[0]).status == 200, "who has a lease may read on"
+    loop.at(loop.now_ms + 502)
+    assert loop.tiers["host"] == {}
+    assert Drop(NAMES[1], "local-storage") in loop.log, "what is not held is dropped once more"
+
+
+# A controller
+
+
+@pytest.mark.requirement("SE-4")
+def test_sessions_of_a_purged_scope_are_deleted_from_the_store() -> None:
+    talk = controllers.Talk()
+    talk.report(controllers.A)
+    placed = talk.place()
+    talk.write(placed, 5, 6)
+    talk.controller.policy = without(controllers.POLICY, controllers.SCOPE)
+    talk.take(talk.controller.purge(talk.now_ms))
+    for table in ("sessions", "prompts", "outputs"):
+        assert talk.store.tables[table] == {}
+    assert talk.write(placed, 5, 6, 7) == "kvsp-scope-denied"
+    talk.report(controllers.A, epoch=2)
+    talk.pass_time(60_000)
+    assert talk.store.tables["sessions"] == {}
+
+
+def test_a_request_that_waits_is_not_placed_in_a_scope_that_was_purged() -> None:
+    talk = controllers.Talk()
+    waiting = talk.send(controllers.FE, PlaceRequest(), controllers.placement())
+    talk.controller.policy = without(controllers.POLICY, controllers.SCOPE)
+    talk.take(talk.controller.purge(talk.now_ms))
+    talk.report(controllers.A)
+    assert talk.answers[waiting][0].status == 403
+    assert talk.store.tables.get("sessions", {}) == {}
+
+
+@pytest.mark.parametrize("under_way", [False, True])
+def test_shard_maps_of_a_purged_scope_end(under_way: bool) -> None:
+    group = maps.Group()
+    group.split(controllers.A, controllers.B)
+    if not under_way:
+        group.answer_all()
+        group.answer_all()
+    group.controller.policy = without(controllers.POLICY, controllers.SCOPE)
+    group.take(group.controller.purge(group.now_ms))
+    for _ in range(4):
+        group.answer_all()
+        group.pass_time(1000)
+    assert group.store.tables.get("maps", {}) == {}
+
+
+# An instance
+
+
+def test_an_instance_gives_up_the_sessions_of_a_purged_scope() -> None:
+    world = instances.World()
+    stream = world.begin(PROMPT)
+    world.run_jobs()
+    world.acknowledge_checkpoints()
+    sequence = world.sequence()
+    world.role.policy = without(instances.POLICY, instances.SCOPE.scope_id)
+    world.take(world.role.purge(world.now_ms))
+    assert engine.Abort(sequence) in world.seen
+    assert Send(stream, b"", end=True) in world.seen
+    assert world.beside.held() == set()
+    assert world.beside.kept == {}
+    world.do(CallFailed(999, "timed out"))
+    world.take(world.role.purge(world.now_ms))
+
+
+# A policy
+
+
+def test_a_purged_scope_allows_nothing() -> None:
+    rules = attrs.evolve(kit.POLICY.scope(SCOPE), purged=True)
+    with pytest.raises(LocalProtocolError, match="purged"):
+        Policy(kit.POLICY._roles, {SCOPE: rules})
+    assert without(kit.POLICY, SCOPE).purged == {SCOPE}
+    assert kit.POLICY.purged == frozenset()
+    assert kit.POLICY.scope(ALICE) == ScopeRules()
