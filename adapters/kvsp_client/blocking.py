@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import CancelledError, Future
@@ -12,7 +13,6 @@ from typing import Any, Generic, TypeVar
 
 import anyio
 import attrs
-from anyio.from_thread import BlockingPortal
 
 from kvsp_client.client import Client
 from kvsp_client.errors import ClientClosed
@@ -40,18 +40,40 @@ class _Opened:
     client: Client
     context: Any
 
+    def begin(self, work: Callable[[], Awaitable[T]]) -> Future[T]:
+        """Begin to do something in the loop."""
+        if self.pid != os.getpid():
+            raise ClientClosed("this was begun in another process; begin it anew in this process")
+        try:
+            future: Future[T] = self.loop.portal.start_task_soon(work)
+            return future
+        except RuntimeError:
+            if self.client.closed:
+                raise ClientClosed("the client was closed") from None
+            raise
+
     def call(self, work: Callable[..., Awaitable[T]], *arguments: Any, **options: Any) -> T:
-        """Do something in the loop, and wait for it."""
+        """Do something in the loop, and wait for it. Where the wait is interrupted, that is given up, and
+        over before this raises: it uses the caller's memory no more."""
+        over = threading.Event()
 
         async def run() -> T:
-            return await work(*arguments, **options)
+            try:
+                return await work(*arguments, **options)
+            finally:
+                over.set()
 
+        future = self.begin(run)
         try:
-            done: T = self.loop.portal.call(run)
-            return done
-        except (RuntimeError, CancelledError) as error:
-            if isinstance(error, CancelledError) or self.client.closed:
+            return future.result()
+        except CancelledError:
+            raise ClientClosed("the client was closed") from None
+        except BaseException as error:
+            if isinstance(error, RuntimeError) and self.client.closed:
                 raise ClientClosed("the client was closed") from None
+            if not future.done():
+                future.cancel()
+                over.wait()
             raise
 
 
@@ -90,6 +112,7 @@ class BlockingClient:
         if self._pid != os.getpid():
             # The lock may have been held by a thread that is not in this process.
             self._lock, self._opened, self._pid = threading.Lock(), None, os.getpid()
+            self._jobs = set()
         with self._lock:
             if self._closed:
                 raise ClientClosed("the client was closed; make another one")
@@ -157,7 +180,12 @@ class BlockingClient:
         self, holder: str, keys: PrefixKeys, sections: Sections, *, deadline_ms: int | None = None
     ) -> StoreResult:
         """Store blocks from the caller's memory at a holder; see `Client.store`."""
-        return self.start_store(holder, keys, sections, deadline_ms=deadline_ms).result()
+        job = self.start_store(holder, keys, sections, deadline_ms=deadline_ms)
+        try:
+            return job.result()
+        finally:
+            if not job.done:  # the wait was interrupted
+                job.cancel()
 
     def start_store(
         self, holder: str, keys: PrefixKeys, sections: Sections, *, deadline_ms: int | None = None
@@ -168,7 +196,7 @@ class BlockingClient:
         async def store() -> StoreResult:
             return await opened.client.store(holder, keys, sections, deadline_ms=deadline_ms)
 
-        future = opened.loop.portal.start_task_soon(store)
+        future = opened.begin(store)
         self._jobs.add(future)
         future.add_done_callback(self._jobs.discard)
         return BlockingJob(future)
@@ -177,14 +205,14 @@ class BlockingClient:
     def lease(self, holder: str, keys: PrefixKeys, *, ttl_ms: int = 30_000) -> Iterator[BlockingLease]:
         """Keep blocks at a holder from being evicted while the block runs; see `Client.lease`."""
         opened = self._open()
-        with _entered(opened.loop.portal, opened.client.lease(holder, keys, ttl_ms=ttl_ms)) as lease:
+        with _entered(opened, opened.client.lease(holder, keys, ttl_ms=ttl_ms)) as lease:
             yield BlockingLease(opened, lease)
 
     @contextmanager
     def lease_prefix(self, prefix: Prefix, *, ttl_ms: int = 30_000) -> Iterator[BlockingLease]:
         """Keep the blocks of a prefix at each of its holders; see `Client.lease_prefix`."""
         opened = self._open()
-        with _entered(opened.loop.portal, opened.client.lease_prefix(prefix, ttl_ms=ttl_ms)) as lease:
+        with _entered(opened, opened.client.lease_prefix(prefix, ttl_ms=ttl_ms)) as lease:
             yield BlockingLease(opened, lease)
 
     def stats(self) -> ClientStats:
@@ -230,9 +258,6 @@ class BlockingFetch:
             self._call(cancel, timeout_s=None)
 
     def _call(self, work: Callable[..., Awaitable[T]], *arguments: Any, timeout_s: float | None) -> T:
-        if self._opened.pid != os.getpid():
-            raise ClientClosed("this fetch was begun in another process; begin one in this process")
-
         async def bounded() -> T:
             with anyio.fail_after(timeout_s):
                 return await work(*arguments)
@@ -245,14 +270,17 @@ class BlockingJob(Generic[T]):
 
     def __init__(self, future: Future[T]) -> None:
         self._future = future
+        self._pid = os.getpid()
 
     @property
     def done(self) -> bool:
-        """Whether it is over."""
-        return self._future.done()
+        """Whether it is over; in a process that was forked from the one it was begun in it is."""
+        return self._pid != os.getpid() or self._future.done()
 
     def result(self, timeout_s: float | None = None) -> T:
         """Wait for the end, and return what came of it. Raises `TimeoutError` where that takes longer."""
+        if self._pid != os.getpid():
+            raise ClientClosed("this job was begun in another process; begin one in this process")
         try:
             return self._future.result(timeout_s)
         except CancelledError:
@@ -260,7 +288,8 @@ class BlockingJob(Generic[T]):
 
     def cancel(self) -> None:
         """Give it up."""
-        self._future.cancel()
+        if self._pid == os.getpid():
+            self._future.cancel()
 
 
 class BlockingLease:
@@ -281,7 +310,12 @@ class BlockingLease:
 
 
 @contextmanager
-def _entered(portal: BlockingPortal, context: AbstractAsyncContextManager[T]) -> Iterator[T]:
-    """Be in an asynchronous context; one whose loop has ended meanwhile is over already."""
-    with portal.wrap_async_context_manager(context) as entered:
+def _entered(opened: _Opened, context: AbstractAsyncContextManager[T]) -> Iterator[T]:
+    """Be in an asynchronous context; in a process that is forked meanwhile there is nothing to leave."""
+    entering = opened.loop.portal.wrap_async_context_manager(context)
+    entered = entering.__enter__()
+    try:
         yield entered
+    finally:
+        if opened.pid == os.getpid():
+            entering.__exit__(*sys.exc_info())

@@ -212,7 +212,11 @@ class Client:
         not take is told by the result; an error of `sections` is raised.
         """
         wire = self._open()
-        await self._describe(wire, holder, keys)
+        begun_ms = wire.now_ms()
+        with anyio.move_on_after(None if deadline_ms is None else deadline_ms / 1000):
+            await self._describe(wire, holder, keys)
+        if deadline_ms is not None:
+            deadline_ms -= wire.now_ms() - begun_ms
         store = Store(wire, holder, keys, sections, settings=self.settings, counters=self._counters)
         return await store.run(deadline_ms)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncIterator, Iterable
-from typing import Final
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Final, TypeAlias
 
 import anyio
 import attrs
@@ -16,6 +16,7 @@ from kvsp_client.stats import Counters
 from kvsp_client.wire import Wire
 from kvsp_core.container import BlockArrived, BlockRefused, LayerArrived
 from kvsp_core.container_header import ContainerError, ContainerHeader
+from kvsp_core.errors import LocalProtocolError
 from kvsp_core.heads import Response
 from kvsp_core.identity import component_id
 from kvsp_core.machines import prefix_load as load
@@ -33,6 +34,7 @@ from kvsp_h2.pool import Call
 __all__ = ["Avoided", "Fetch", "FetchResult"]
 
 _NEVER: Final = 1 << 62
+_Rooms: TypeAlias = tuple[memoryview, memoryview]
 
 
 @attrs.frozen(kw_only=True)
@@ -141,6 +143,8 @@ class Fetch:
         Returns how many leading blocks that is. The prefix may still become shorter: then the next call
         raises `LayersWithdrawn`, as it does where a block that was usable turned out to be bad.
         """
+        if not 0 <= layer < self.layers:
+            raise LocalProtocolError(f"layer {layer}: the model has layers 0 to {self.layers - 1}")
         while True:
             if self._error is not None:
                 raise self._error
@@ -180,6 +184,8 @@ class Fetch:
 
     async def run(self) -> None:
         """Fetch until everything has come, cannot come, or the deadline is over."""
+        if self.done:  # it was given up before it began
+            return
         try:
             self._carry_out(self._load.handle(load.Start(), self._wire.now_ms()))
             while not self.done:
@@ -194,6 +200,8 @@ class Fetch:
                 wait_ms = min(self._due_ms, heard_ms + self._settings.stall_ms) - now_ms
                 with anyio.move_on_after(max(1, wait_ms) / 1000):
                     await self._over.wait()
+        except Exception as error:  # is this fetch's alone, not that of all of the client's tasks
+            self.broken(error)
         finally:
             self.cancel()
 
@@ -248,6 +256,7 @@ class Fetch:
         if isinstance(event, retrieval.BlockEnded):
             self._calls.pop((call.block, call.fetch.fetch), None)
         self._carry_out(self._load.handle(load.Fetched(call.block, event), self._wire.now_ms()))
+        call.put_in_place(lambda layer: not self._load.is_owed(call.block, layer))
 
     def failed(self, call: _BlockCall, event: retrieval.Refused | retrieval.FetchFailed) -> None:
         """Take note that a holder did not serve what it was asked for."""
@@ -272,12 +281,14 @@ class Fetch:
             keys.descriptor.compat_id, keys.scope_id, keys.keys[call.block], layers=call.fetch.layers
         )
 
-    def receiver(self, block: int, layers: tuple[int, int] | None, size_bytes: int | None) -> ScatteredBlock:
+    def receiver(self, call: _BlockCall, size_bytes: int | None) -> ScatteredBlock:
         """Return what takes the octets of a container in. Raises `ContainerError`."""
+        block, layers = call.block, call.fetch.layers
 
         def sections_of(layer: int) -> tuple[memoryview, memoryview]:
             k_section, v_section = self._sections(block, layer)
-            return octets_of(k_section), octets_of(v_section)
+            rooms = octets_of(k_section), octets_of(v_section)
+            return call.put_aside(layer, rooms) if self._load.is_owed(block, layer) else rooms
 
         return ScatteredBlock(
             sections_of,
@@ -300,6 +311,8 @@ class _BlockCall:
         self._call: Call | None = None
         self._response: Response | None = None
         self._receiver: ScatteredBlock | None = None
+        self._aside: dict[int, tuple[_Rooms, _Rooms]] = {}
+        """Layers that came before from another holder and may be in use: where they come, and belong."""
         self._over = False
 
     def begin(self, wire: Wire) -> None:
@@ -324,6 +337,19 @@ class _BlockCall:
         self._over = True
         if self._call is not None:
             self._call.cancel()
+
+    def put_aside(self, layer: int, rooms: _Rooms) -> _Rooms:
+        """Return memory for a layer that is not written to where it belongs before it is verified."""
+        aside = memoryview(bytearray(rooms[0].nbytes)), memoryview(bytearray(rooms[1].nbytes))
+        self._aside[layer] = aside, rooms
+        return aside
+
+    def put_in_place(self, verified: Callable[[int], bool]) -> None:
+        """Write layers to where they belong, of those put aside that are verified and not the same anyway."""
+        for layer in [layer for layer in self._aside if verified(layer)]:
+            for octets, room in zip(*self._aside.pop(layer), strict=True):
+                if room != octets:
+                    room[:] = octets
 
     def _end(self, event: retrieval.Refused | retrieval.FetchFailed) -> None:
         if not self._over:
@@ -351,7 +377,7 @@ class _BlockCall:
                     self._end(retrieval.Refused(self.fetch.fetch, response.status))
                 else:
                     size_bytes = response.content_length
-                    self._receiver = self._owner.receiver(self.block, self.fetch.layers, size_bytes)
+                    self._receiver = self._owner.receiver(self, size_bytes)
             case DataReceived(_, data):
                 assert self._receiver is not None
                 for item in self._receiver.receive_data(data):

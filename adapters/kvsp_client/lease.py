@@ -23,7 +23,7 @@ __all__ = ["HolderLease", "Lease"]
 
 
 class HolderLease:
-    """A lease on blocks at one holder."""
+    """A lease on blocks at one holder. Raises `InvalidValue` where no lease can be on them for so long."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class HolderLease:
     ) -> None:
         self.holder = holder
         self._wire = wire
-        self._keys = tuple(block_keys)
+        self._request = LeaseRequest(block_keys=tuple(block_keys), ttl_ms=ttl_ms)
         self._settings = settings
         self._counters = counters
         self._keeper = LeaseKeeper(ttl_ms)
@@ -93,9 +93,8 @@ class HolderLease:
         """Do what the keeper wants done, until it wants nothing for now."""
         while self._todo:
             match self._todo.popleft():
-                case keeper.Acquire(ttl_ms):
-                    request = LeaseRequest(block_keys=self._keys, ttl_ms=ttl_ms)
-                    await self._ask(CreateLease(), request)
+                case keeper.Acquire():
+                    await self._ask(CreateLease(), self._request)
                 case keeper.Renew(lease, ttl_ms):
                     await self._ask(RenewLease(lease), LeaseRenewal(ttl_ms=ttl_ms))
                 case keeper.GiveBack(lease):

@@ -258,6 +258,11 @@ class PrefixLoad:
         self._taken = max(self._taken, layer + 1)
         return self._end
 
+    def is_owed(self, block: int, layer: int) -> bool:
+        """Return whether a layer was taken and then withdrawn: what came of it may be in use, and nothing but
+        a verified layer may be written over it."""
+        return layer in self._blocks[block].owed
+
     def next_deadline_ms(self) -> int | None:
         """Return None: a load has no timers of its own."""
         return None

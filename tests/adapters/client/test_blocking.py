@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -230,3 +231,84 @@ def test_a_client_on_a_loop_refuses_in_a_forked_process(served: Served, tmp_path
             await client.lookup(keys)
 
     anyio.run(main)
+
+
+def interrupt_when(ready: Callable[[], bool]) -> threading.Thread:
+    """Interrupt the main thread, as a user does, once something is so."""
+
+    def interrupt() -> None:
+        assert ready()
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    return thread
+
+
+def test_an_interrupted_fetch_writes_no_more(served: Served, client: BlockingClient) -> None:
+    keys, stored = keys_of(served, "interrupted", 2), content(2)
+    holder = ScriptedHolder(served, 1).serve(keys, stored)
+    holder.fault = "silent"
+    memory = PrefixMemory(MODEL, 2)
+    client.lookup(keys)
+    interrupting = interrupt_when(lambda: holder.wait_for(lambda: holder.count("GET blocks") == 2))
+    with pytest.raises(KeyboardInterrupt):
+        client.fetch(prefix_of(keys, (holder.uri, stored)), memory.sections)
+    interrupting.join()
+    assert client.stats().missed_blocks == {MissReason.CANCELLED: 1, MissReason.AFTER_GAP: 1}
+
+
+def test_an_interrupted_store_reads_no_more(served: Served, client: BlockingClient) -> None:
+    keys, stored = keys_of(served, "interrupted store", 60), content(60)
+    entered, go_on, asked = threading.Event(), threading.Event(), set()
+
+    def slow(block: int, layer: int) -> tuple[memoryview, memoryview]:
+        entered.set()
+        assert go_on.wait(60)
+        asked.add(block)
+        return stored.sections(block, layer)
+
+    interrupting = interrupt_when(lambda: entered.wait(60))
+    with pytest.raises(KeyboardInterrupt):
+        client.store(served.cache_uris[0], keys, slow)
+    interrupting.join()
+    go_on.set()
+    assert client.store(served.cache_uris[0], keys_of(served, "after it", 30), stored.sections).complete
+    assert len(asked) <= client.settings.concurrent_stores
+
+
+def test_a_forked_process_leaves_jobs_and_leases_to_its_parent(
+    served: Served, client: BlockingClient, tmp_path: Path
+) -> None:
+    keys, stored = keys_of(served, "forked store", 1), content(1)
+    holder = ScriptedHolder(served, 1)
+    holder.lease_ttl_ms = 60_000
+    entered, go_on = threading.Event(), threading.Event()
+
+    def slow(block: int, layer: int) -> tuple[memoryview, memoryview]:
+        entered.set()
+        assert go_on.wait(60)
+        return stored.sections(block, layer)
+
+    leasing = client.lease(holder.uri, keys)
+    lease = leasing.__enter__()
+    job = client.start_store(served.cache_uris[0], keys, slow)
+    assert entered.wait(60)
+
+    def child() -> bool:
+        signal.alarm(60)  # should it wait for a thread that is not there
+        for call in (job.result, lambda: lease.held):
+            with pytest.raises(ClientClosed, match="another process"):
+                call()
+        job.cancel()
+        leasing.__exit__(None, None, None)
+        client.lookup(keys)
+        client.close()
+        return job.done
+
+    in_child(child, tmp_path)
+    go_on.set()
+    assert job.result(60).complete
+    assert lease.held
+    assert holder.count(RELEASE) == 0
+    leasing.__exit__(None, None, None)
