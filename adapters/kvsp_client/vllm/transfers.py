@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["EngineCache", "HostCache", "Transfers"]
 
 _REMEMBERED_KEYS: Final = 1 << 16
+_REMEMBERED_S: Final = 60.0
+"""How long a block is taken to be held: the cache server may evict it, or die, without saying so."""
 
 
 class EngineCache(Protocol):
@@ -112,8 +114,8 @@ class Transfers:
         self._failed: set[int] = set()
         self._storing: list[_Storing] = []
         self._queued_bytes = 0
-        self._held: OrderedDict[str, None] = OrderedDict()
-        """Keys that the cache server is known to hold, the oldest first."""
+        self._held: OrderedDict[str, float] = OrderedDict()
+        """Keys that the cache server was said to hold lately, and when; the oldest first."""
 
     # Loads
 
@@ -232,9 +234,11 @@ class Transfers:
                 self._count[f"store_failed_{outcome.name.lower()}"] += 1
             for number, key in enumerate(storing.store.keys.keys):
                 if number not in failed:
-                    self._held[key] = None
+                    self._held[key] = time.monotonic()
+                    self._held.move_to_end(key)
         self._storing = running
-        while len(self._held) > _REMEMBERED_KEYS:
+        before = time.monotonic() - _REMEMBERED_S
+        while self._held and (len(self._held) > _REMEMBERED_KEYS or next(iter(self._held.values())) < before):
             self._held.popitem(last=False)
 
     def flush(self, timeout_s: float) -> None:

@@ -264,6 +264,18 @@ def test_what_is_stored_is_not_stored_again_until_a_load_of_it_fails(world: Worl
     assert world.client.jobs[-1].keys == world.keys(1)
 
 
+def test_what_was_stored_long_ago_is_stored_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr("kvsp_client.vllm.transfers.time", clock)
+    plan = Plan(stores=(Store(world.keys(1), (0,)),))
+    world.run(plan)
+    world.client.jobs[0].done = True
+    for now[0], jobs in ((1001.0, 1), (1060.0, 1), (1062.0, 2)):
+        world.run(plan)
+        assert len(world.client.jobs) == jobs
+
+
 def test_stopping_waits_for_stores_and_then_gives_up(world: World) -> None:
     world.run(Plan(stores=(Store(world.keys(1), (0,)),)))
     world.run(Plan(stores=(Store(world.keys(1, 1), (1,)),)))
