@@ -288,6 +288,10 @@ class Fetch:
         def sections_of(layer: int) -> tuple[memoryview, memoryview]:
             k_section, v_section = self._sections(block, layer)
             rooms = octets_of(k_section), octets_of(v_section)
+            if rooms[0].readonly or rooms[1].readonly:
+                raise LocalProtocolError(
+                    f"layer {layer}: its memory is read-only; fetch into writable memory"
+                )
             return call.put_aside(layer, rooms) if self._load.is_owed(block, layer) else rooms
 
         return ScatteredBlock(

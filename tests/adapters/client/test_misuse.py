@@ -91,3 +91,17 @@ def test_time_runs_out_also_while_a_holder_is_told_of_the_model(kind: str, serve
         assert result.failed == ((0, StoreOutcome.DEADLINE), (1, StoreOutcome.DEADLINE))
 
     play(kind, served, scenario, call_timeout_ms=60_000)
+
+
+def test_memory_that_is_read_only_is_the_callers_mistake(kind: str, served: Served) -> None:
+    keys, stored = keys_of(served, f"read-only {kind}", 1), content(1)
+    holder = ScriptedHolder(served, 1).serve(keys, stored)
+    size = MODEL.section_bytes(MODEL.block_tokens)
+
+    async def scenario(client: Client) -> None:
+        with pytest.raises(LocalProtocolError, match="layer 0: its memory is read-only"):
+            await client.fetch(
+                prefix_of(keys, (holder.uri, stored)), lambda block, layer: (bytes(size), bytes(size))
+            )
+
+    play(kind, served, scenario)
