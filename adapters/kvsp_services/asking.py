@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 import attrs
 
@@ -21,9 +21,12 @@ from kvsp_services.ports import Outgoing, Peers
 if TYPE_CHECKING:
     from kvsp_services.wire import ServicePeers
 
-__all__ = ["Answer", "AskError", "Asker", "ask", "ask_for", "ask_over"]
+__all__ = ["Answer", "AskError", "Asker", "Progress", "ask", "ask_for", "ask_over"]
 
 T = TypeVar("T")
+
+Progress: TypeAlias = Callable[[int, int | None], None]
+"""Is told how many octets of an answer's body have come, and of how many, or None. From another thread."""
 
 TIMEOUT_S: Final = 30
 _MAX_BACKOFF_MS: Final = 500
@@ -44,7 +47,8 @@ class Answer:
 class _Collected:
     """Takes in one answer; see `ports.OutgoingListener`."""
 
-    def __init__(self) -> None:
+    def __init__(self, progress: Progress | None) -> None:
+        self._progress = progress
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.response: Response | None = None
         self.body = bytearray()
@@ -58,6 +62,8 @@ class _Collected:
 
     def data_received(self, data: memoryview) -> None:
         self.body += data
+        if self._progress is not None and self.response is not None:
+            self._progress(len(self.body), self.response.content_length)
         if self.call is not None:
             self.call.acknowledge(len(data))
 
@@ -76,11 +82,12 @@ async def ask_over(
     operation: Operation,
     body: object = None,
     pieces: Sequence[memoryview] = (),
+    progress: Progress | None = None,
 ) -> Answer:
     """Make a request over connections that there are, on asyncio. Raises `AskError` or `TimeoutError`."""
     length = sum(piece.nbytes for piece in pieces) if pieces else None
     request, octets = request_for(operation, body, length=length)
-    collected = _Collected()
+    collected = _Collected(progress)
     async with asyncio.timeout(TIMEOUT_S):
         sent = pieces or ((octets,) if octets else ())
         collected.call = peers.call(base_uri, request, sent, collected)
@@ -140,13 +147,15 @@ class Asker:
         operation: Operation,
         body: object = None,
         pieces: Sequence[memoryview] = (),
+        progress: Progress | None = None,
     ) -> Answer:
         """Make a request to the role at a base URI and return its answer, whatever it is.
 
-        `pieces` is a body that is a container. Raises `AskError` where there is no answer.
+        `pieces` is a body that is a container; `progress` hears how the answer comes in. Raises `AskError`
+        where there is no answer.
         """
         try:
-            return self._do(ask_over(self._peers, base_uri, operation, body, pieces))
+            return self._do(ask_over(self._peers, base_uri, operation, body, pieces, progress))
         except TimeoutError:
             raise AskError(f"{base_uri} did not answer within {TIMEOUT_S} s") from None
         except AskError as error:
@@ -167,10 +176,11 @@ def ask(
     operation: Operation,
     body: object = None,
     pieces: Sequence[memoryview] = (),
+    progress: Progress | None = None,
 ) -> Answer:
     """Ask once; see `Asker.ask`."""
     with Asker(credentials) as asker:
-        return asker.ask(base_uri, operation, body, pieces)
+        return asker.ask(base_uri, operation, body, pieces, progress)
 
 
 def ask_for(

@@ -18,6 +18,7 @@ from kvsp_core.resources import CreateLease, GetBlock, Lookup, StoreBlock
 from kvsp_h2 import Credentials
 from kvsp_services.asking import AskError, ask, ask_for, expect_success
 from kvsp_services.cli.connection import as_json_option, show_json, show_table, with_credentials
+from kvsp_services.cli.progress import progress_bar
 from kvsp_services.cli.values import read_descriptor, read_tokens
 
 __all__ = ["get", "lease", "lookup", "put"]
@@ -87,7 +88,9 @@ def get(
 ) -> None:
     """Fetch the block of a BLOCK_KEY from a holder into a file, and check it against its Repr-Digest."""
     model, scope = read_descriptor(descriptor), read_scope(scope_key_file)
-    answer = ask(credentials, holder, GetBlock(model.compat_id, scope.scope_id, block_key))
+    operation = GetBlock(model.compat_id, scope.scope_id, block_key)
+    with progress_bar("fetching") as progress:
+        answer = ask(credentials, holder, operation, progress=progress)
     expect_success(holder, answer)
     if answer.response.repr_digest != hashlib.sha256(answer.body).hexdigest():
         raise AskError(f"{holder}: the block does not match its digest and was discarded; try another holder")
@@ -115,7 +118,9 @@ def put(
     model, scope = read_descriptor(descriptor), read_scope(scope_key_file)
     octets = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     operation = StoreBlock(model.compat_id, scope.scope_id, block_key)
-    expect_success(holder, ask(credentials, holder, operation, pieces=(octets,)))
+    with progress_bar("storing"):  # how much has gone out is not told; that it is under way can be seen
+        answer = ask(credentials, holder, operation, pieces=(octets,))
+    expect_success(holder, answer)
     click.echo(f"{holder}: stored {octets.nbytes} octets")
 
 
