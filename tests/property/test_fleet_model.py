@@ -53,6 +53,9 @@ class Model(RuleBasedStateMachine):
         for effect in effects:
             if isinstance(effect, m.RequestState):
                 self.requested(effect, before[effect.instance])
+        if isinstance(event, m.EndStateRequest):
+            # Last: what is asked again because its time has come is asked before the event happens.
+            self.known[event.instance].asking = False
 
     def expire(self, known: Instance) -> bool:
         """Fail an instance whose record is over; return whether it just has."""
@@ -69,8 +72,6 @@ class Model(RuleBasedStateMachine):
                 return self.report(status.instance, event, problems, effects)
             case m.DrainInstance(name) | m.WakeInstance(name):
                 assert problems == ([NOT_FOUND] if self.known[name].kind in GONE else [])
-            case m.EndStateRequest(name):
-                self.known[name].asking = False
         return set()
 
     def report(
