@@ -11,7 +11,7 @@ from tests.hostile.soak import soak
 
 
 @pytest.mark.requirement("LE-1", "PB-2")
-@pytest.mark.verify
+@pytest.mark.long
 def test_a_minute_of_new_prompts(tmp_path: Path) -> None:
     section = soak(tmp_path, 1200 if os.environ.get("KVSP_PROFILE") == "long" else 60)
     print(section.markdown())
