@@ -17,21 +17,34 @@ from kvsp_core.errors import KVSPError, LocalProtocolError
 from kvsp_core.identity import CompatibilityDescriptor, parse_base_uri
 from kvsp_h2 import Credentials
 
-__all__ = ["Backend", "BackendSettings", "checked"]
+__all__ = ["Backend", "BackendSettings", "Deployment", "checked"]
 
 _Count = Annotated[int, msgspec.Meta(ge=1)]
-S = TypeVar("S", bound="BackendSettings")
+S = TypeVar("S", bound="Deployment")
 
 
-class BackendSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the index and the cache server are, and what model the blocks are of."""
+class Deployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the index and the cache server are, and who asks them; what every engine's settings have."""
 
     index: str
+    """Base URI of the index that is asked."""
     cache_server: str
+    """Base URI of the holder that new blocks are stored at."""
     certificate_file: str
     key_file: str
     authorities_file: str
     scope_key_file: str
+    """The Scope Key of the tenant, at least 32 octets."""
+
+    def files(self) -> dict[str, str]:
+        """Return the files that have to be there, by the key that names each."""
+        keys = ("certificate_file", "key_file", "authorities_file", "scope_key_file")
+        return {key: getattr(self, key) for key in keys}
+
+
+class BackendSettings(Deployment, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A deployment, and what model the blocks are of."""
+
     model_dir: str
     """The directory of the model that the engine runs."""
     kv_dtype: str | None = None
@@ -41,15 +54,15 @@ class BackendSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 def checked(settings: type[S], members: Mapping[str, Any], where: str) -> S:
-    """Return settings. Raises `LocalProtocolError`, one line that names the key, for what is wrong with
-    them."""
+    """Return settings. Raises `LocalProtocolError`, one line that names the key, for what is missing, unknown
+    or mistyped, and for a file that is not there."""
     try:
         found = msgspec.convert(dict(members), settings, strict=True)
         for key in ("index", "cache_server"):
             parse_base_uri(getattr(found, key), member=key)
-        for key in ("certificate_file", "key_file", "authorities_file", "scope_key_file"):
-            if not Path(getattr(found, key)).is_file():
-                raise LocalProtocolError(f"{key}: there is no file {getattr(found, key)}")
+        for key, file in found.files().items():
+            if not Path(file).is_file():
+                raise LocalProtocolError(f"{key}: there is no file {file}")
     except (msgspec.ValidationError, KVSPError) as error:
         raise LocalProtocolError(f"{where}: {error}") from None
     return found
