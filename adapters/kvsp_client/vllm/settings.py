@@ -25,8 +25,8 @@ class Settings(Deployment, frozen=True, kw_only=True, forbid_unknown_fields=True
     model_dir: str | None = None
     """Where the model's files are, if not where vLLM's model says."""
     descriptor_files: tuple[str, ...] = ()
-    """Descriptors of what is shared in this deployment. Where any are named, an engine whose own descriptor is
-    none of them does not start, and a request with an adapter that none of them has is not shared."""
+    """Descriptors of what is shared in this deployment. Where any are named, an engine whose own descriptor
+    is none of them does not start, and a request with an adapter that none of them has is not shared."""
     lookup_timeout_ms: _Count = 1_000
     """How long a request may wait for the index; the prompt is computed then."""
     load_timeout_ms: _Count = 5_000
