@@ -4,68 +4,46 @@ ends at most once.
 
 from __future__ import annotations
 
-import struct
-
 from kvsp_core.heads import Request
-from kvsp_h2.events import ConnectionEnded, DataReceived, Event, ExchangeEnded, ResponseReceived
+from kvsp_h2.events import ConnectionEnded, ExchangeEnded, ResponseReceived
 from kvsp_h2.frames import window_update
 from kvsp_h2.http2 import ClientConnection
 from kvsp_h2.limits import WireLimits
+
+from ._frames import frame, play_both
 
 _LIMITS = WireLimits(
     stream_window_bytes=65_535, connection_window_bytes=65_535, control_burst=40, resets_burst=8
 )
 _STREAMS = {1, 3, 5}
-
-
-def _frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
-    size = len(payload)
-    return struct.pack(">HBBBL", size >> 8, size & 255, kind, flags, stream_id) + payload
+_SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 
 
 _OK = b"\x88"  # :status 200, of the static table
 _OK_5 = _OK + b"\x0f\x0d\x015"  # and content-length 5
 SEEDS = (
-    b"\x00"
-    + _frame(1, 4, 1, _OK_5)
-    + _frame(0, 1, 1, b"hello")
-    + _frame(1, 5, 3, _OK)
-    + _frame(1, 5, 5, _OK_5),
-    b"\x01" + _frame(1, 4, 3, b"\x08\x03100") + _frame(1, 4, 3, b"\x8b") + _frame(0, 1, 3, b"early"),
-    b"\x02" + _frame(3, 0, 1, b"\x00\x00\x00\x07") + _frame(7, 0, 0, b"\x00\x00\x00\x03" + bytes(4)),
-    b"\x03" + _frame(4, 0, 0, b"\x00\x03\x00\x00\x00\x01\x00\x05\x00\x00\x40\x00") + window_update(3, 7),
-    b"\x04" + _frame(1, 4, 1, _OK) + _frame(0, 8, 1, b"\x02ab\x00\x00") + _frame(1, 5, 1, b"\x00\x01a\x01b"),
-    b"\x05" + _frame(5, 4, 1, b"\x00\x00\x00\x02" + _OK) + _frame(6, 1, 0, bytes(8)),
-    b"\x06" + _frame(1, 4, 1, _OK_5) + _frame(0, 0, 1, b"hel") + _frame(0, 1, 1, b"lo, and more"),
+    b"\x00" + frame(1, 4, 1, _OK_5) + frame(0, 1, 1, b"hello") + frame(1, 5, 3, _OK) + frame(1, 5, 5, _OK_5),
+    b"\x01" + frame(1, 4, 3, b"\x08\x03100") + frame(1, 4, 3, b"\x8b") + frame(0, 1, 3, b"early"),
+    b"\x02" + frame(3, 0, 1, b"\x00\x00\x00\x07") + frame(7, 0, 0, b"\x00\x00\x00\x03" + bytes(4)),
+    b"\x03" + frame(4, 0, 0, b"\x00\x03\x00\x00\x00\x01\x00\x05\x00\x00\x40\x00") + window_update(3, 7),
+    b"\x04" + frame(1, 4, 1, _OK) + frame(0, 8, 1, b"\x02ab\x00\x00") + frame(1, 5, 1, b"\x00\x01a\x01b"),
+    b"\x05" + frame(5, 4, 1, b"\x00\x00\x00\x02" + _OK) + frame(6, 1, 0, bytes(8)),
+    b"\x06" + frame(1, 4, 1, _OK_5) + frame(0, 0, 1, b"hel") + frame(0, 1, 1, b"lo, and more"),
 )
 
 
-def _play(data: bytes, step: int) -> tuple[list[Event], dict[int, bytes], ClientConnection]:
+def _open() -> ClientConnection:
     connection = ClientConnection("https://h/kvsp/", 0, _LIMITS)
     connection.request(Request(method="GET", path="a"))
     connection.request(Request(method="PUT", path="b", content_length=100_000), bytes(100), end=False)
     connection.request(Request(method="HEAD", path="c"))
     connection.data_to_send()
-    events: list[Event] = []
-    bodies: dict[int, bytes] = {}
-    octets = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00" + data
-    for start in range(0, len(octets), step):
-        connection.receive_data(octets[start : start + step], 0)
-        while (event := connection.next_event()) is not None:
-            if isinstance(event, DataReceived):
-                bodies[event.stream_id] = bodies.get(event.stream_id, b"") + bytes(event.data)
-            else:
-                events.append(event)
-    return events, bodies, connection
+    return connection
 
 
 def one_input(data: bytes) -> None:
     """Take frames whole and in small pieces; compare; look at what became of three requests."""
-    octets = data[1:]
-    step = (data[0] if data else 0) % 29 + 1
-    events, bodies, _ = _play(octets, 1 << 20)
-    again, same, connection = _play(octets, step)
-    assert (again, same) == (events, bodies), "the split changed the events"
+    events, bodies, connection = play_both(_open, _SETTINGS, data)
     ended = [event for event in events if isinstance(event, ExchangeEnded)]
     over = {event.stream_id for event in ended}
     assert len(ended) == len(over), "a call ended twice"

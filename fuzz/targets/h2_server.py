@@ -8,10 +8,12 @@ from __future__ import annotations
 import struct
 
 from kvsp_core.heads import Response
-from kvsp_h2.events import ConnectionEnded, DataReceived, Event, ExchangeEnded, RequestReceived
+from kvsp_h2.events import ConnectionEnded, ExchangeEnded, RequestReceived
 from kvsp_h2.frames import PREFACE, window_update
 from kvsp_h2.http2 import ServerConnection
 from kvsp_h2.limits import WireLimits
+
+from ._frames import frame, play_both
 
 _LIMITS = WireLimits(
     max_streams=8,
@@ -21,11 +23,6 @@ _LIMITS = WireLimits(
     resets_burst=8,
 )
 _SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
-
-
-def _frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
-    size = len(payload)
-    return struct.pack(">HBBBL", size >> 8, size & 255, kind, flags, stream_id) + payload
 
 
 def _literal(name: bytes, value: bytes) -> bytes:
@@ -40,38 +37,23 @@ _GET = (
 )
 _PUT = _GET.replace(b"GET", b"PUT") + _literal(b"content-length", b"5")
 SEEDS = (
-    b"\x00" + _frame(1, 5, 1, _GET) + _frame(1, 4, 3, _PUT) + _frame(0, 1, 3, b"hello"),
-    b"\x01" + _frame(1, 0, 1, _GET[:20]) + _frame(9, 4, 1, _GET[20:]) + _frame(3, 0, 1, b"\x00\x00\x00\x08"),
-    b"\x02" + _frame(1, 4, 1, _PUT) + _frame(0, 8, 1, b"\x03hel\x00\x00\x00") + _frame(0, 1, 1, b"lo"),
-    b"\x03" + _frame(4, 0, 0, b"\x00\x04\x00\x00\x00\x10") + _frame(6, 0, 0, bytes(8)) + window_update(0, 9),
-    b"\x04" + _frame(1, 0x25, 1, b"\x00\x00\x00\x00\x10" + _GET) + _frame(7, 0, 0, bytes(8)),
-    b"\x05" + _frame(1, 4, 1, _PUT) + _frame(1, 5, 1, _literal(b"t", b"v")) + _frame(99, 7, 5, b"?"),
-    b"\x06" + _frame(1, 4, 1, _PUT) + _frame(0, 0, 1, b"hell") + _frame(0, 1, 1, b"much too long"),
+    b"\x00" + frame(1, 5, 1, _GET) + frame(1, 4, 3, _PUT) + frame(0, 1, 3, b"hello"),
+    b"\x01" + frame(1, 0, 1, _GET[:20]) + frame(9, 4, 1, _GET[20:]) + frame(3, 0, 1, b"\x00\x00\x00\x08"),
+    b"\x02" + frame(1, 4, 1, _PUT) + frame(0, 8, 1, b"\x03hel\x00\x00\x00") + frame(0, 1, 1, b"lo"),
+    b"\x03" + frame(4, 0, 0, b"\x00\x04\x00\x00\x00\x10") + frame(6, 0, 0, bytes(8)) + window_update(0, 9),
+    b"\x04" + frame(1, 0x25, 1, b"\x00\x00\x00\x00\x10" + _GET) + frame(7, 0, 0, bytes(8)),
+    b"\x05" + frame(1, 4, 1, _PUT) + frame(1, 5, 1, _literal(b"t", b"v")) + frame(99, 7, 5, b"?"),
+    b"\x06" + frame(1, 4, 1, _PUT) + frame(0, 0, 1, b"hell") + frame(0, 1, 1, b"much too long"),
 )
 
 
-def _play(data: bytes, step: int) -> tuple[list[Event], dict[int, bytes], ServerConnection]:
-    connection = ServerConnection("https://h/kvsp/", 0, _LIMITS)
-    events: list[Event] = []
-    bodies: dict[int, bytes] = {}
-    octets = PREFACE + _SETTINGS + data
-    for start in range(0, len(octets), step):
-        connection.receive_data(octets[start : start + step], 0)
-        while (event := connection.next_event()) is not None:
-            if isinstance(event, DataReceived):
-                bodies[event.stream_id] = bodies.get(event.stream_id, b"") + bytes(event.data)
-            else:
-                events.append(event)
-    return events, bodies, connection
+def _open() -> ServerConnection:
+    return ServerConnection("https://h/kvsp/", 0, _LIMITS)
 
 
 def one_input(data: bytes) -> None:
     """Take frames whole and in small pieces; compare; answer what was asked; read what is said."""
-    octets = data[1:]
-    step = (data[0] if data else 0) % 29 + 1
-    events, bodies, _ = _play(octets, 1 << 20)
-    again, same, connection = _play(octets, step)
-    assert (again, same) == (events, bodies), "the split changed the events"
+    events, _, connection = play_both(_open, PREFACE + _SETTINGS, data)
     asked = {event.stream_id for event in events if isinstance(event, RequestReceived)}
     over = [event.stream_id for event in events if isinstance(event, ExchangeEnded)]
     assert len(over) == len(set(over)), "an exchange ended twice"

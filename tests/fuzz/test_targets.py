@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 from pathlib import Path
 from types import ModuleType
 
@@ -12,15 +12,10 @@ FUZZ = Path(__file__).parents[2] / "fuzz"
 
 
 def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"fuzz_target_{name}", FUZZ / "targets" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module(f"fuzz.targets.{name}")
 
 
-NAMES = sorted(path.stem for path in (FUZZ / "targets").glob("*.py") if path.stem != "__init__")
+NAMES = sorted(path.stem for path in (FUZZ / "targets").glob("*.py") if not path.stem.startswith("_"))
 FINDS = sorted((FUZZ / "finds").glob("*/*.bin"))
 
 

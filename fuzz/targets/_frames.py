@@ -1,0 +1,48 @@
+"""What the targets of HTTP/2 share: frames, and a connection that takes octets in pieces."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import TypeVar
+
+from kvsp_h2.events import DataReceived, Event
+from kvsp_h2.http2 import ClientConnection, ServerConnection
+
+__all__ = ["frame", "play_both"]
+
+C = TypeVar("C", ClientConnection, ServerConnection)
+
+
+def frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
+    """Return a frame of HTTP/2, right or wrong."""
+    size = len(payload)
+    return struct.pack(">HBBBL", size >> 8, size & 255, kind, flags, stream_id) + payload
+
+
+def play_both(
+    open_connection: Callable[[], C], prelude: bytes, data: bytes
+) -> tuple[list[Event], dict[int, bytes], C]:
+    """Give a connection octets whole, and another in pieces whose size is the first octet of `data`; compare.
+
+    Returns the events, the bodies by stream, and the second connection.
+    """
+    octets, step = prelude + data[1:], (data[0] if data else 0) % 29 + 1
+    whole = _play(open_connection(), octets, 1 << 20)
+    connection = open_connection()
+    events, bodies = _play(connection, octets, step)
+    assert (events, bodies) == whole, "the split changed the events"
+    return events, bodies, connection
+
+
+def _play(connection: C, octets: bytes, step: int) -> tuple[list[Event], dict[int, bytes]]:
+    events: list[Event] = []
+    bodies: dict[int, bytes] = {}
+    for start in range(0, len(octets), step):
+        connection.receive_data(octets[start : start + step], 0)
+        while (event := connection.next_event()) is not None:
+            if isinstance(event, DataReceived):
+                bodies[event.stream_id] = bodies.get(event.stream_id, b"") + bytes(event.data)
+            else:
+                events.append(event)
+    return events, bodies
