@@ -16,7 +16,7 @@ from kvsp_sim.trace import Trace
 
 CHUNK = 25
 SEEDS = 200
-MORE_SEEDS = 1_700
+MORE_SEEDS = 2_200
 MANY_SEEDS = 10_000
 
 FAILED_ONCE: tuple[tuple[int, Options], ...] = (
