@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from kvsp_h2 import ClientConnection, Credentials, Event, SecureConnection, ServerConnection, WireLimits
 from kvsp_h2.pool import Pool, PoolLimits
-from kvsp_h2.pumping import BACKLOG, HTTP, BaseDialer, BaseLink, BaseListener, BaseNetwork
+from kvsp_h2.pumping import BACKLOG, HTTP, BaseDialer, BaseLink, BaseListener, BaseNetwork, Links
 
 __all__ = ["Link", "Listener", "Network", "open_network", "run"]
 
@@ -29,7 +29,7 @@ class Link(BaseLink[HTTP], asyncio.BufferedProtocol):
         network: Network,
         connection: SecureConnection[HTTP],
         on_event: Callable[[Link[HTTP], Event], None],
-        links: set[Link[HTTP]],
+        links: Links[Link[HTTP]],
     ) -> None:
         super().__init__(network, connection, on_event, links)
         self._transport: asyncio.Transport | None = None
@@ -163,15 +163,13 @@ class Network(BaseNetwork):
         """Serve the role at `base_uri`: `on_event` is told what happens on any of its connections.
 
         `sock`, where given, is bound already. With `reuse_port` several processes may share the work.
-        Connections beyond `max_connections` are closed at once.
+        A connection beyond `max_connections` costs the oldest whose handshake is not complete.
         """
 
         def accept() -> asyncio.BaseProtocol:
-            if len(listener.links) >= max_connections:
-                return _Refusal()
             return Link(self, self._accepted(credentials, base_uri, limits), on_event, listener.links)
 
-        listener = Listener()
+        listener = Listener(max_connections)
         if sock is not None:
             listener.server = await self.loop.create_server(accept, sock=sock, backlog=BACKLOG)
         else:
@@ -225,13 +223,6 @@ class Listener(BaseListener[Link[ServerConnection]]):
 
     def _stop_accepting(self) -> None:
         self.server.close()
-
-
-class _Refusal(asyncio.Protocol):
-    """Closes a connection that is one too many."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        cast(asyncio.Transport, transport).abort()
 
 
 class _Dialer(BaseDialer[Link[ClientConnection]]):

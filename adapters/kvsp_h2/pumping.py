@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 from kvsp_h2.connection import Connection
@@ -18,7 +18,7 @@ from kvsp_h2.pool import Pool, PoolLimits
 from kvsp_h2.secure import SCRATCH_BYTES, SecureConnection, secure_server
 from kvsp_h2.tls import Credentials
 
-__all__ = ["BACKLOG", "RECEIVE_BYTES", "BaseDialer", "BaseLink", "BaseListener", "BaseNetwork"]
+__all__ = ["BACKLOG", "RECEIVE_BYTES", "BaseDialer", "BaseLink", "BaseListener", "BaseNetwork", "Links"]
 
 HTTP = TypeVar("HTTP", bound=Connection)
 LinkT = TypeVar("LinkT", bound="BaseLink[Any]")
@@ -40,7 +40,7 @@ class BaseLink(ABC, Generic[HTTP]):
         network: BaseNetwork,
         connection: SecureConnection[HTTP],
         on_event: Callable[[Any, Event], None],
-        links: set[Any],
+        links: Links[Any],
     ) -> None:
         self.connection = connection
         self._network = network
@@ -96,14 +96,44 @@ class BaseLink(ABC, Generic[HTTP]):
         self._network.link_lost()
 
 
+class Links(Generic[LinkT]):
+    """The connections there are, in the order in which they came; at most `limit`, where there is one."""
+
+    def __init__(self, limit: int | None = None) -> None:
+        self._limit = limit
+        self._links: dict[LinkT, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    def __iter__(self) -> Iterator[LinkT]:
+        return iter(self._links)
+
+    def add(self, link: LinkT) -> None:
+        """Take note of a new connection. One too many costs the oldest whose handshake is not complete.
+
+        So those who connect and say nothing keep no newcomer out, and nobody who is there already is
+        closed: where all the others are, it is the newcomer itself that is.
+        """
+        self._links[link] = None
+        if self._limit is not None and len(self._links) > self._limit:
+            unproven = next(link for link in self._links if link.connection.http is None)
+            self.discard(unproven)
+            unproven.abort()
+
+    def discard(self, link: LinkT) -> None:
+        """Take note that a connection is gone."""
+        self._links.pop(link, None)
+
+
 class BaseListener(ABC, Generic[LinkT]):
     """A role that is being served, and its connections."""
 
     port: int
     """The port it listens on."""
 
-    def __init__(self) -> None:
-        self.links: set[LinkT] = set()
+    def __init__(self, max_connections: int) -> None:
+        self.links: Links[LinkT] = Links(max_connections)
 
     @abstractmethod
     def _stop_accepting(self) -> None:
@@ -126,7 +156,7 @@ class BaseDialer(ABC, Generic[LinkT]):
     """Opens the connections that a pool wants."""
 
     def __init__(self, network: BaseNetwork, pool: Pool) -> None:
-        self.links: set[LinkT] = set()
+        self.links: Links[LinkT] = Links()
         self._network = network
         self._pool = pool
         self._closing = False

@@ -12,7 +12,7 @@ import trio
 
 from kvsp_h2 import ClientConnection, Credentials, Event, SecureConnection, ServerConnection, WireLimits
 from kvsp_h2.pool import Pool, PoolLimits
-from kvsp_h2.pumping import BACKLOG, HTTP, BaseDialer, BaseLink, BaseListener, BaseNetwork
+from kvsp_h2.pumping import BACKLOG, HTTP, BaseDialer, BaseLink, BaseListener, BaseNetwork, Links
 from kvsp_trio.streams import AnyStream, LoopSocket
 
 __all__ = ["Link", "Listener", "Network", "open_network"]
@@ -27,7 +27,7 @@ class Link(BaseLink[HTTP]):
         connection: SecureConnection[HTTP],
         on_event: Callable[[Link[HTTP], Event], None],
         stream: trio.abc.Stream,
-        links: set[Link[HTTP]],
+        links: Links[Link[HTTP]],
     ) -> None:
         super().__init__(network, connection, on_event, links)
         self._stream: LoopSocket | AnyStream
@@ -143,17 +143,15 @@ class Network(BaseNetwork):
     ) -> Listener:
         """Serve the role at `base_uri`: `on_event` is told what happens on any of its connections.
 
-        Connections beyond `max_connections` are closed at once.
+        A connection beyond `max_connections` costs the oldest whose handshake is not complete.
         """
 
         async def serve(stream: trio.abc.Stream) -> None:
-            if len(listener.links) >= max_connections:
-                await trio.aclose_forcefully(stream)
-                return
             connection = self._accepted(credentials, base_uri, limits)
             await Link(self, connection, on_event, stream, listener.links).run()
 
-        listener = Listener(serve, await trio.open_tcp_listeners(port, host=host, backlog=BACKLOG))
+        listeners = await trio.open_tcp_listeners(port, host=host, backlog=BACKLOG)
+        listener = Listener(max_connections, serve, listeners)
         self.nursery.start_soon(listener.run, self.nursery)
         self._parts.append(listener)
         return listener
@@ -200,9 +198,12 @@ class Listener(BaseListener[Link[ServerConnection]]):
     """A role that is being served; `serve` does so on one stream."""
 
     def __init__(
-        self, serve: Callable[[trio.abc.Stream], Awaitable[None]], listeners: list[trio.SocketListener]
+        self,
+        max_connections: int,
+        serve: Callable[[trio.abc.Stream], Awaitable[None]],
+        listeners: list[trio.SocketListener],
     ) -> None:
-        super().__init__()
+        super().__init__(max_connections)
         self.serve = serve
         self.port = int(listeners[0].socket.getsockname()[1])
         self._listeners = listeners

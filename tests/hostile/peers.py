@@ -40,6 +40,8 @@ class Figures:
     latencies_ms: list[float]
     memory_mib: float
     wrong: int = 0
+    newcomer_ms: float = 0.0
+    """How long one who was not connected yet takes to a first answer."""
 
     def percentile(self, share: float) -> float:
         """Return a percentile."""
@@ -88,12 +90,12 @@ class Served(Cluster):
                 attacker.stdin.close()
                 said += attacker.stdout.read().splitlines()
 
-    def measured(self, client: httpx.Client, seconds: float) -> Figures:
+    def measured(self, client: httpx.Client, seconds: float, *, at_least: int = 20) -> Figures:
         """Look something up a hundred times a second; every answer has to be right."""
         body = {"compat_id": "c" * 64, "scope_id": SCOPE, "block_keys": ["b" * 64]}
         drawn, figures = random.Random(1), Figures([], self.memory_mib())
         until = time.monotonic() + seconds
-        while time.monotonic() < until or len(figures.latencies_ms) < 20:
+        while time.monotonic() < until or len(figures.latencies_ms) < at_least:
             began = time.perf_counter()
             answer = client.post("lookup", json=body, headers={"content-type": "application/kvsp+json"})
             figures.latencies_ms.append((time.perf_counter() - began) * 1000)
@@ -103,6 +105,14 @@ class Served(Cluster):
             time.sleep(drawn.random() * 0.02)
         return figures
 
+    def first_answer_ms(self) -> float:
+        """Return how long it takes to connect and be answered once."""
+        began = time.perf_counter()
+        with self.client() as newcomer:
+            figures = self.measured(newcomer, 0, at_least=1)
+        assert not figures.wrong
+        return (time.perf_counter() - began) * 1000
+
 
 def attack(
     served: Served, client: httpx.Client, kind: str, count: int, seconds: float
@@ -110,12 +120,22 @@ def attack(
     """Measure under an attack; return the figures and what the attacker saw."""
     with served.attacked(kind, count) as said:
         figures = served.measured(client, seconds)
+        figures.newcomer_ms = served.first_answer_ms()
     return figures, " ".join(said)
 
 
 def attacks(directory: Path, seconds: float = 15.0) -> Section:
     """Attack an index in every way, and measure a client that is there already."""
-    header = ("peers", "connections", "p50", "p99", "p99 to quiet", "memory", "the attacker saw")
+    header = (
+        "peers",
+        "connections",
+        "p50",
+        "p99",
+        "p99 to quiet",
+        "a newcomer",
+        "memory",
+        "the attacker saw",
+    )
     section = Section("peers", header)
     served = Served(directory)
     served.start()
@@ -123,6 +143,7 @@ def attacks(directory: Path, seconds: float = 15.0) -> Section:
         with served.client() as client:
             served.measured(client, 2)
             quiet = served.measured(client, seconds)
+            quiet.newcomer_ms = served.first_answer_ms()
             _row(section, "quiet", 0, quiet, quiet, "")
             for kind, (_, count) in ATTACKS.items():
                 figures, said = attack(served, client, kind, count, seconds)
@@ -131,7 +152,8 @@ def attacks(directory: Path, seconds: float = 15.0) -> Section:
     finally:
         served.kill()
     section.notes.append(
-        "A hundred lookups a second at most, over one connection, at an index in a process of its own;"
+        "A hundred lookups a second at most, over one connection, at an index in a process of its own; a"
+        " newcomer connects in the midst of it, and is timed to its first answer;"
         f" attacker, client and index share {os.cpu_count()} cores. Target: p99 within 5 times of quiet."
     )
     return section
@@ -140,6 +162,7 @@ def attacks(directory: Path, seconds: float = 15.0) -> Section:
 def _row(section: Section, kind: str, count: int, figures: Figures, quiet: Figures, said: str) -> None:
     p99, ratio = figures.percentile(0.99), figures.percentile(0.99) / quiet.percentile(0.99)
     row = (kind, f"{count:,}", f"{figures.percentile(0.5):.1f} ms", f"{p99:.1f} ms", f"{ratio:.1f}")
-    section.rows.append((*row, f"{figures.memory_mib:.0f} MiB", said))
+    newcomer = f"{figures.newcomer_ms:.0f} ms"
+    section.rows.append((*row, newcomer, f"{figures.memory_mib:.0f} MiB", said))
     if figures.wrong:
         section.broken.append(f"{kind}: {figures.wrong} answers were not right")

@@ -293,6 +293,25 @@ def test_connections_beyond_the_limit_are_closed(kind: Kind, certificates: Certi
     run(kind, certificates, scenario)
 
 
+@pytest.mark.requirement("SE-3")
+def test_silent_connections_keep_nobody_out(kind: Kind, certificates: Certificates) -> None:
+    async def scenario(world: World) -> None:
+        await world.listen(max_connections=4)
+        world.connect_to()
+        assert (await world.fetch("block")).end.complete
+        silent = [await world.connect_silently() for _ in range(6)]
+        await wait_until(lambda: len(world.listener.links) == 4)
+        world.connect_to()
+        assert (await world.fetch("block")).end.complete, "a newcomer is let in"
+        assert len(world.listener.links) == 4
+        let_in = [link for link in world.serving.links if link.connection.http is not None]
+        assert [link.connection.ended for link in let_in] == [False, False], "those who are in stay"
+        for stream in silent:
+            await stream.aclose()
+
+    run(kind, certificates, scenario)
+
+
 def test_a_slow_reader_stops_nobody_else(kind: Kind, certificates: Certificates) -> None:
     async def scenario(world: World) -> None:
         await begin(world, stream_window_bytes=65_535)

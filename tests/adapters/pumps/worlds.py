@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.abc
 import attrs
 import trio
 import trio.testing
@@ -204,6 +205,12 @@ class World:
             self.network.nursery.start_soon(self.listener.serve, theirs)
             return ours
         raise ConnectionRefusedError
+
+    async def connect_silently(self) -> anyio.abc.AsyncResource:
+        """Open a connection on which nothing is ever said."""
+        if self.kind.in_memory:
+            return await self.connect()  # type: ignore[return-value]
+        return await anyio.connect_tcp("127.0.0.1", self.listener.port)
 
     def call(self, path: str, body: bytes = b"", *, method: str = "", **options: Any) -> Outcome:
         """Make a call; its body is given at once unless `feed` has pieces of it."""
