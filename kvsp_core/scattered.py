@@ -2,7 +2,8 @@
 
 `kvsp_core.container.IncomingBlock` takes a container into one piece of memory. An engine wants the K and V
 sections of each layer in memory of its own instead: `ScatteredBlock` puts every octet there as it comes, and
-tells the same events. Protocol section "KV Block Container"; requirements KC-2, KC-3 and KC-5.
+tells the same, of layers that came together at once. Protocol section "KV Block Container"; requirements
+KC-2, KC-3 and KC-5.
 """
 
 from __future__ import annotations
@@ -11,24 +12,30 @@ import hashlib
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
-from kvsp_core.container import (
-    BlockArrived,
-    BlockEvent,
-    BlockRefused,
-    HeaderArrived,
-    LayerArrived,
-    replica_digest,
-)
+import attrs
+
+from kvsp_core.container import BlockArrived, BlockRefused, HeaderArrived, replica_digest
 from kvsp_core.container_header import FIXED_BYTES, ContainerError, ContainerHeader, HeaderReader
 from kvsp_core.errors import LocalProtocolError
 from kvsp_core.identity import CompatibilityDescriptor
 from kvsp_core.limits import MAX_CONTAINER_BYTES
 from kvsp_core.problems import BAD_REQUEST, Problem
 
-__all__ = ["ScatteredBlock", "SectionsOf"]
+__all__ = ["LayersArrived", "ScatteredBlock", "ScatteredEvent", "SectionsOf"]
 
 SectionsOf: TypeAlias = Callable[[int], tuple[memoryview, memoryview]]
 """Returns the memory for the K and the V section of a layer: writable octets, as many as the section has."""
+
+
+@attrs.frozen
+class LayersArrived:
+    """Layers are complete, `first` and those after it; their digests are hex32."""
+
+    first: int
+    digests: tuple[str, ...]
+
+
+ScatteredEvent: TypeAlias = HeaderArrived | LayersArrived | BlockArrived | BlockRefused
 
 _TRAILING: Final = Problem(BAD_REQUEST, "octets follow the end that the header states")
 
@@ -37,9 +44,9 @@ class ScatteredBlock:
     """Takes the octets of a container in any split, each to its section's memory.
 
     `sections_of` is asked for the memory of each layer before its first octet is there. What is written there
-    is to be used once `LayerArrived` says so and its digest is the right one. The other arguments, the events
-    and the errors are those of `IncomingBlock`, with the digest of the container always computed; memory
-    that does not have the size of its section is a `LocalProtocolError`.
+    is to be used once `LayersArrived` says so and its digest is the right one. The other arguments and
+    events, and the errors, are those of `IncomingBlock`, with the digest of the container always computed;
+    memory that does not have the size of its section is a `LocalProtocolError`.
     """
 
     def __init__(
@@ -61,6 +68,8 @@ class ScatteredBlock:
         self._digests: list[str] = []
         self._left: list[memoryview] = []
         """What is still to be filled of the sections of the layer that is arriving."""
+        self._missing = 0
+        """How many octets that is."""
         self._over = False
         self.header: ContainerHeader | None = None
 
@@ -69,21 +78,26 @@ class ScatteredBlock:
         """The digests of the layers that have arrived, in order, computed from the octets that came."""
         return tuple(self._digests)
 
-    def receive_data(self, data: bytes | bytearray | memoryview) -> tuple[BlockEvent, ...]:
+    def receive_data(self, data: bytes | bytearray | memoryview) -> tuple[ScatteredEvent, ...]:
         """Take the next octets; return what they complete."""
         self._check_open()
         octets = memoryview(data).cast("B")
-        events: list[BlockEvent] = []
+        events: list[ScatteredEvent] = []
+        before = len(self._digests)
         if self.header is None:
             try:
                 octets = self._receive_header(octets, events)
             except ContainerError as error:
                 return (*events, self._refused(error.problem))
         if self.header is not None and octets:
-            self._receive_sections(self.header, octets, events)
+            octets = self._receive_sections(self.header, octets)
+        if self.header is not None and len(self._digests) > before:
+            events.append(LayersArrived(self.header.first_layer + before, tuple(self._digests[before:])))
+        if octets:
+            events.append(self._refused(_TRAILING))
         return tuple(events)
 
-    def receive_eof(self) -> tuple[BlockEvent, ...]:
+    def receive_eof(self) -> tuple[ScatteredEvent, ...]:
         """Say that no more octets will come; return `BlockArrived`, or `BlockRefused` if some are missing."""
         self._check_open()
         header = self.header
@@ -99,10 +113,10 @@ class ScatteredBlock:
 
     def _refused(self, problem: Problem) -> BlockRefused:
         self._over = True
-        self._left = []
+        self._left, self._missing = [], 0
         return BlockRefused(problem)
 
-    def _receive_header(self, octets: memoryview, events: list[BlockEvent]) -> memoryview:
+    def _receive_header(self, octets: memoryview, events: list[ScatteredEvent]) -> memoryview:
         """Take octets of the header; return those after it."""
         while octets and self.header is None:
             missing = max(FIXED_BYTES, self._reader.header_bytes) - len(self._staged)
@@ -112,47 +126,50 @@ class ScatteredBlock:
         if self.header is not None:
             self._sha256.update(self._staged)
             events.append(HeaderArrived(self.header))
-            self._begin_layer(self.header, events)
+            self._begin_layer(self.header)
         return octets
 
-    def _receive_sections(
-        self, header: ContainerHeader, octets: memoryview, events: list[BlockEvent]
-    ) -> None:
+    def _receive_sections(self, header: ContainerHeader, octets: memoryview) -> memoryview:
+        """Take octets of layers; return those after the last."""
         self._sha256.update(octets)
-        while octets and self._left:
-            room = self._left[0]
-            count = min(room.nbytes, octets.nbytes)
-            piece = octets[:count]
-            room[:count] = piece
+        while octets and self._missing:
+            piece, octets = octets[: self._missing], octets[self._missing :]
             self._layer_hash.update(piece)
-            octets = octets[count:]
-            if count < room.nbytes:
-                self._left[0] = room[count:]
+            self._missing -= piece.nbytes
+            self._place(piece)
+            if not self._missing:
+                self._end_layer(header)
+        return octets
+
+    def _place(self, piece: memoryview) -> None:
+        """Copy octets to where they belong."""
+        while piece:
+            room = self._left[0]
+            part = piece[: room.nbytes]
+            room[: part.nbytes] = part
+            piece = piece[part.nbytes :]
+            if part.nbytes < room.nbytes:
+                self._left[0] = room[part.nbytes :]
             else:
                 del self._left[0]
-                if not self._left:
-                    self._end_layer(header, events)
-        if octets:
-            events.append(self._refused(_TRAILING))
 
-    def _begin_layer(self, header: ContainerHeader, events: list[BlockEvent]) -> None:
+    def _begin_layer(self, header: ContainerHeader) -> None:
         """Get the memory of the next layer; one whose sections are empty is complete at once."""
         number = len(self._digests)
         if number == len(header.sections):
             return
         layer, sizes = header.first_layer + number, header.sections[number]
-        rooms = [memoryview(room).cast("B") for room in self._sections_of(layer)]
-        if tuple(room.nbytes for room in rooms) != sizes:
+        k_room, v_room = self._sections_of(layer)
+        if (k_room.nbytes, v_room.nbytes) != sizes:
             raise LocalProtocolError(
                 f"layer {layer}: its sections have {sizes} octets, the memory given has another size"
             )
-        self._left = [room for room in rooms if room.nbytes]
-        if not self._left:
-            self._end_layer(header, events)
+        self._left = [room for room in (k_room, v_room) if room.nbytes]
+        self._missing = k_room.nbytes + v_room.nbytes
+        if not self._missing:
+            self._end_layer(header)
 
-    def _end_layer(self, header: ContainerHeader, events: list[BlockEvent]) -> None:
-        layer, digest = header.first_layer + len(self._digests), self._layer_hash.hexdigest()
+    def _end_layer(self, header: ContainerHeader) -> None:
+        self._digests.append(self._layer_hash.hexdigest())
         self._layer_hash = hashlib.sha256()
-        self._digests.append(digest)
-        events.append(LayerArrived(layer, digest))
-        self._begin_layer(header, events)
+        self._begin_layer(header)

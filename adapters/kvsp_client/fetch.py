@@ -14,7 +14,7 @@ from kvsp_client.memory import Sections, octets_of
 from kvsp_client.settings import ClientSettings
 from kvsp_client.stats import Counters
 from kvsp_client.wire import Wire
-from kvsp_core.container import BlockArrived, BlockRefused, LayerArrived
+from kvsp_core.container import BlockArrived, BlockRefused
 from kvsp_core.container_header import ContainerError, ContainerHeader
 from kvsp_core.errors import LocalProtocolError
 from kvsp_core.heads import Response
@@ -27,7 +27,7 @@ from kvsp_core.messages import Withdrawal
 from kvsp_core.prefix import Prefix, in_order
 from kvsp_core.registries import RAW_CODEC
 from kvsp_core.resources import GetBlock, WithdrawReplica
-from kvsp_core.scattered import ScatteredBlock
+from kvsp_core.scattered import LayersArrived, ScatteredBlock, ScatteredEvent
 from kvsp_h2 import BodyEnded, DataReceived, Event, ExchangeEnded, ResponseReceived
 from kvsp_h2.pool import Call
 
@@ -251,8 +251,8 @@ class Fetch:
 
     # What comes of a call
 
-    def report(self, call: _BlockCall, event: retrieval.LayerArrived | retrieval.BlockEnded) -> None:
-        """Take note of a layer, or of the end of a container."""
+    def report(self, call: _BlockCall, event: retrieval.LayersArrived | retrieval.BlockEnded) -> None:
+        """Take note of layers, or of the end of a container."""
         if isinstance(event, retrieval.BlockEnded):
             self._calls.pop((call.block, call.fetch.fetch), None)
         self._carry_out(self._load.handle(load.Fetched(call.block, event), self._wire.now_ms()))
@@ -384,24 +384,24 @@ class _BlockCall:
                     self._receiver = self._owner.receiver(self, size_bytes)
             case DataReceived(_, data):
                 assert self._receiver is not None
-                for item in self._receiver.receive_data(data):
-                    self._arrived(item)
+                for happened in self._receiver.receive_data(data):
+                    self._arrived(happened)
                 if self._call is not None and not self._over:
                     self._call.acknowledge(len(data))
             case BodyEnded():
                 assert self._receiver is not None
-                for item in self._receiver.receive_eof():
-                    self._arrived(item)
+                for happened in self._receiver.receive_eof():
+                    self._arrived(happened)
             case ExchangeEnded():
                 self.fail()
             case _:
                 pass
 
-    def _arrived(self, item: object) -> None:
+    def _arrived(self, event: ScatteredEvent) -> None:
         fetch, owner = self.fetch.fetch, self._owner
-        match item:
-            case LayerArrived(layer, digest) if not self._over:
-                owner.report(self, retrieval.LayerArrived(fetch, layer, digest))
+        match event:
+            case LayersArrived(first, digests) if not self._over:
+                owner.report(self, retrieval.LayersArrived(fetch, first, digests))
             case BlockArrived(header, _, sha256) if not self._over:
                 assert self._receiver is not None
                 assert self._response is not None

@@ -55,12 +55,17 @@ class PrefixMemory:
         tokens = descriptor.block_tokens
         self._shape = (blocks * tokens, descriptor.kv_heads, descriptor.head_dim)
         self._dtype = element_dtype(descriptor)
-        section = tokens * math.prod(self._shape[1:]) * self._dtype.itemsize
-        self._octets = np.empty((descriptor.layers, 2, blocks, section), dtype=np.uint8)
+        self._section = tokens * math.prod(self._shape[1:]) * self._dtype.itemsize
+        self._octets = np.empty((descriptor.layers, 2, blocks, self._section), dtype=np.uint8)
+        self._flat = self._octets.reshape(-1).data
 
     def sections(self, block: int, layer: int) -> tuple[memoryview, memoryview]:
         """Return the memory of a section of K and of V; see `Sections`."""
-        return self._octets[layer, 0, block].data, self._octets[layer, 1, block].data
+        if not (0 <= block < self.blocks and 0 <= layer < self.descriptor.layers):
+            raise IndexError(f"{self!r} has no layer {layer} of block {block}")
+        size, side = self._section, self._section * self.blocks
+        start = 2 * layer * side + block * size
+        return self._flat[start : start + size], self._flat[start + side : start + side + size]
 
     def layer(self, layer: int) -> tuple[Array, Array]:
         """Return K and V of a layer of all blocks, each (tokens, kv_heads, head_dim), without a copy."""

@@ -107,7 +107,7 @@ class Exchange:
 
 class HeadEncoder:
     """Encodes header lists and keeps the last blocks, since HPACK in Python is most of the cost of a small
-    message.
+    message. Huffman's code is left out: it would cost both ends more than the octets it saves.
 
     Values stay out of the compression tables of both ends: a block means the same each time it is sent.
     """
@@ -122,7 +122,7 @@ class HeadEncoder:
         block = None if self._encoder.header_table.resized else self._blocks.get(key)
         if block is None:
             resized = self._encoder.header_table.resized
-            block = self._encoder.encode([(name, value, True) for name, value in headers])
+            block = self._encoder.encode([(name, value, True) for name, value in headers], huffman=False)
             if len(self._blocks) >= _KEPT_BLOCKS:
                 self._blocks.clear()
             if not resized:  # else it begins with the new size, which is said once

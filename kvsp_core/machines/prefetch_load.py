@@ -80,7 +80,7 @@ class LeaseRefused:
 class Fetched:
     """Something came of a fetch: an event of the retrieval."""
 
-    event: retrieval.LayerArrived | retrieval.BlockEnded | retrieval.Refused | retrieval.FetchFailed
+    event: retrieval.LayersArrived | retrieval.BlockEnded | retrieval.Refused | retrieval.FetchFailed
 
 
 @attrs.frozen
@@ -250,7 +250,7 @@ class BlockLoad:
                     done.append(Store(digest, parts))
                 case retrieval.GiveUp(attempts):
                     done += (*self._end(), LoadFailed(attempts))
-                case retrieval.LayerUsable() | retrieval.LayersWithdrawn():
+                case retrieval.LayersUsable() | retrieval.LayersWithdrawn():
                     pass  # Nobody computes with the block before the request is here.
                 case _:
                     assert_never(effect)

@@ -104,7 +104,7 @@ class Fetched:
     """Something came of a fetch for a block: an event of its retrieval."""
 
     block: int
-    event: retrieval.LayerArrived | retrieval.BlockEnded | retrieval.Refused | retrieval.FetchFailed
+    event: retrieval.LayersArrived | retrieval.BlockEnded | retrieval.Refused | retrieval.FetchFailed
 
 
 @attrs.frozen
@@ -279,8 +279,8 @@ class PrefixLoad:
                 self.state = LoadState.LOADING
                 self._look()  # of no block at all, every layer is here
             case Fetched(number, of_fetch):
-                if isinstance(of_fetch, retrieval.LayerArrived):
-                    self._blocks[number].arrived[of_fetch.layer] = of_fetch.digest
+                if isinstance(of_fetch, retrieval.LayersArrived):
+                    self._blocks[number].arrived.update(enumerate(of_fetch.digests, of_fetch.first))
                 elif isinstance(of_fetch, retrieval.BlockEnded):
                     layers = of_fetch.header.layers
                     self._blocks[number].arrived.update(zip(layers, of_fetch.layer_digests, strict=False))
@@ -321,8 +321,8 @@ class PrefixLoad:
                     effects.append(CancelFetch(number, fetch))
                 case retrieval.ReportBad(holder, digest):
                     effects.append(ReportBad(number, holder, digest))
-                case retrieval.LayerUsable(_, layer):
-                    self._usable(number, block, layer)
+                case retrieval.LayersUsable(_, layers):
+                    self._usable(number, block, layers)
                 case retrieval.LayersWithdrawn(_, layers):
                     self._withdrawn(number, block, layers)
                 case retrieval.Done():
@@ -337,13 +337,16 @@ class PrefixLoad:
                 case _:
                     assert_never(effect)
 
-    def _usable(self, number: int, block: _Block, layer: int) -> None:
-        if layer in block.usable or number >= self._end:
+    def _usable(self, number: int, block: _Block, layers: Sequence[int]) -> None:
+        if number >= self._end:
             return
-        if block.owed.pop(layer, block.arrived[layer]) != block.arrived[layer]:
-            self._void.add(number)
-        block.usable.add(layer)
-        self._have[layer] += 1
+        for layer in layers:
+            if layer in block.usable:
+                continue
+            if block.owed and block.owed.pop(layer, block.arrived[layer]) != block.arrived[layer]:
+                self._void.add(number)
+            block.usable.add(layer)
+            self._have[layer] += 1
         self._look()
 
     def _withdrawn(self, number: int, block: _Block, layers: Sequence[int]) -> None:

@@ -37,8 +37,8 @@ __all__ = [
     "FetchFailed",
     "Frozen",
     "GiveUp",
-    "LayerArrived",
-    "LayerUsable",
+    "LayersArrived",
+    "LayersUsable",
     "LayersWithdrawn",
     "Outcome",
     "Part",
@@ -99,12 +99,12 @@ class Start:
 
 
 @attrs.frozen
-class LayerArrived:
-    """A layer of a fetch has arrived whole; `digest` is that of its octets."""
+class LayersArrived:
+    """Layers of a fetch have arrived whole, `first` and those after it; their octets have these digests."""
 
     fetch: int
-    layer: int
-    digest: str = attrs.field(repr=False)
+    first: int
+    digests: tuple[str, ...] = attrs.field(repr=False)
 
 
 @attrs.frozen(kw_only=True)
@@ -139,7 +139,7 @@ class Cancel:
     """The block is not wanted any more."""
 
 
-Event: TypeAlias = Start | LayerArrived | BlockEnded | Refused | FetchFailed | Cancel
+Event: TypeAlias = Start | LayersArrived | BlockEnded | Refused | FetchFailed | Cancel
 
 
 # Effects
@@ -163,11 +163,11 @@ class CancelFetch:
 
 
 @attrs.frozen
-class LayerUsable:
-    """A layer that came with this fetch may be computed with."""
+class LayersUsable:
+    """These layers, which came with this fetch, may be computed with."""
 
     fetch: int
-    layer: int
+    layers: tuple[int, ...]
 
 
 @attrs.frozen
@@ -213,7 +213,7 @@ class GiveUp:
     attempts: tuple[Attempt, ...]
 
 
-Effect: TypeAlias = Fetch | CancelFetch | LayerUsable | LayersWithdrawn | ReportBad | Done | GiveUp
+Effect: TypeAlias = Fetch | CancelFetch | LayersUsable | LayersWithdrawn | ReportBad | Done | GiveUp
 
 _READY, _FETCHING = StateKind.READY, StateKind.FETCHING
 _COMPLETE, _UNAVAILABLE = StateKind.COMPLETE, StateKind.UNAVAILABLE
@@ -221,20 +221,22 @@ _COMPLETE, _UNAVAILABLE = StateKind.COMPLETE, StateKind.UNAVAILABLE
 TABLE: Final = Table(
     "retrieval",
     states=tuple(StateKind),
-    events=(Start, LayerArrived, BlockEnded, Refused, FetchFailed, Cancel),
+    events=(Start, LayersArrived, BlockEnded, Refused, FetchFailed, Cancel),
     cells={
         _READY: {Start: to(_FETCHING, _UNAVAILABLE), Cancel: to(_UNAVAILABLE)},
         _FETCHING: {
-            LayerArrived: to(_FETCHING, _UNAVAILABLE),
+            LayersArrived: to(_FETCHING, _UNAVAILABLE),
             BlockEnded: to(_FETCHING, _COMPLETE, _UNAVAILABLE),
             Refused: to(_FETCHING, _UNAVAILABLE),
             FetchFailed: to(_FETCHING, _UNAVAILABLE),
             Cancel: to(_UNAVAILABLE),
         },
         # What was on its way when it ended changes nothing any more.
-        _COMPLETE: {kind: to(_COMPLETE) for kind in (LayerArrived, BlockEnded, Refused, FetchFailed, Cancel)},
+        _COMPLETE: {
+            kind: to(_COMPLETE) for kind in (LayersArrived, BlockEnded, Refused, FetchFailed, Cancel)
+        },
         _UNAVAILABLE: {
-            kind: to(_UNAVAILABLE) for kind in (LayerArrived, BlockEnded, Refused, FetchFailed, Cancel)
+            kind: to(_UNAVAILABLE) for kind in (LayersArrived, BlockEnded, Refused, FetchFailed, Cancel)
         },
     },
 )
@@ -328,9 +330,9 @@ class Retrieval:
                 self._attempts += [Attempt(record.holder, Outcome.CORRUPT) for record in self._bad]
                 reports = (ReportBad(record.holder, record.digest) for record in self._bad)
                 return (*reports, *self._go_on())
-            case LayerArrived(fetch):
+            case LayersArrived(fetch):
                 running = self._open(fetch)
-                return () if running is None else self._layer_arrived(running, event)
+                return () if running is None else self._layers_arrived(running, event)
             case BlockEnded():
                 running = self._open(event.fetch)
                 return () if running is None else self._block_ended(running, event)
@@ -388,27 +390,30 @@ class Retrieval:
         running = self._running.get(fetch)
         return None if running is None or running.ended else running
 
-    def _layer_arrived(self, running: _Running, event: LayerArrived) -> tuple[Effect, ...]:
+    def _layers_arrived(self, running: _Running, event: LayersArrived) -> tuple[Effect, ...]:
         first, last = running.layers
         digests = running.record.layer_digests
-        if not first <= event.layer <= last:
+        arrived = range(event.first, event.first + len(event.digests))
+        if not first <= arrived.start <= arrived.stop <= last + 1:
             return self._corrupt(running, CancelFetch(running.fetch))
         if digests is None or running.transcoded:
             return ()  # Nothing vouches for a single layer: it waits for the end.
-        if digests[event.layer] != event.digest:
+        if digests[arrived.start : arrived.stop] != event.digests:
             return self._corrupt(running, CancelFetch(running.fetch))
-        if event.layer in running.usable:
-            return ()
-        self._running[running.fetch] = attrs.evolve(running, usable=(*running.usable, event.layer))
-        return (LayerUsable(running.fetch, event.layer),)
+        return self._use(running, arrived)
+
+    def _use(self, running: _Running, layers: Iterable[int], *, ended: bool = False) -> tuple[Effect, ...]:
+        """Let verified layers be computed with, those that are not already."""
+        new = tuple(layer for layer in layers if layer not in running.usable)
+        if new or ended:
+            self._running[running.fetch] = attrs.evolve(running, usable=(*running.usable, *new), ended=ended)
+        return (LayersUsable(running.fetch, new),) if new else ()
 
     def _block_ended(self, running: _Running, event: BlockEnded) -> tuple[Effect, ...]:
         if not self._verified(running, event):
             return self._corrupt(running)
         first, last = running.layers
-        layers = tuple(range(first, last + 1))
-        released = tuple(LayerUsable(running.fetch, layer) for layer in layers if layer not in running.usable)
-        self._running[running.fetch] = attrs.evolve(running, usable=layers, ended=True)
+        released = self._use(running, range(first, last + 1), ended=True)
         digest = running.record.digest
         if running.transcoded:
             digest = replica_digest(event.layer_digests)

@@ -323,7 +323,7 @@ class Loads:
         purpose = self._fetching.get(item.buffer)
         if purpose is None:
             return False
-        arrived = retrieval.LayerArrived(purpose.fetch, item.layer, item.digest)
+        arrived = retrieval.LayersArrived(purpose.fetch, item.layer, (item.digest,))
         self._report(purpose.job, prefetch_load.Fetched(arrived), now_ms)
         return True
 

@@ -34,7 +34,10 @@ def answers(data: st.DataObject, fetch: m.Fetch) -> list[m.Event]:
     served = list(layer_digests(version)[first : last + 1])
     if what in ("lie", "lie late"):
         served[0 if what == "lie" else -1] = "00" * 32
-    layers = [m.LayerArrived(fetch.fetch, first + n, digest) for n, digest in enumerate(served)]
+    layers: list[m.Event] = []
+    together = data.draw(st.integers(1, LAYERS))
+    for n in range(0, len(served), together):
+        layers.append(m.LayersArrived(fetch.fetch, first + n, tuple(served[n : n + together])))
     if what == "cut off":
         return [*layers[: data.draw(st.integers(0, len(layers)))], m.FetchFailed(fetch.fetch)]
     end = m.BlockEnded(
@@ -74,9 +77,10 @@ def test_a_retrieval_ends_and_uses_only_what_was_verified(data: st.DataObject, r
                     streams[number] = answers(data, effect)
                 case m.CancelFetch(number):
                     streams.pop(number)
-                case m.LayerUsable(number, layer):
-                    assert (number, layer) not in usable
-                    usable[number, layer] = arrived[number, layer]
+                case m.LayersUsable(number, layers):
+                    for layer in layers:
+                        assert (number, layer) not in usable
+                        usable[number, layer] = arrived[number, layer]
                 case m.LayersWithdrawn(number, layers):
                     for layer in layers:
                         del usable[number, layer]
@@ -94,8 +98,8 @@ def test_a_retrieval_ends_and_uses_only_what_was_verified(data: st.DataObject, r
         if not streams[number]:
             del streams[number]
         match event:
-            case m.LayerArrived(fetch, layer, digest):
-                arrived[fetch, layer] = digest
+            case m.LayersArrived(fetch, first, digests):
+                arrived.update({(fetch, n): digest for n, digest in enumerate(digests, first)})
             case m.BlockEnded(fetch=fetch, header=header, layer_digests=digests):
                 arrived.update({(fetch, n): d for n, d in zip(header.layers, digests, strict=True)})
         outcome = execute(machine.handle(event, 0)) or outcome

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsp_core.container import BlockEvent, BlockRefused, IncomingBlock, encode_container
+from kvsp_core.container import BlockRefused, IncomingBlock, LayerArrived, encode_container
 from kvsp_core.container_header import ContainerError, ContainerHeader
 from kvsp_core.errors import LocalProtocolError
-from kvsp_core.scattered import ScatteredBlock
+from kvsp_core.scattered import LayersArrived, ScatteredBlock
 
 sections = st.lists(st.tuples(st.binary(max_size=12), st.binary(max_size=12)), min_size=1, max_size=4)
 
@@ -30,13 +30,23 @@ def damaged(draw: st.DrawFn) -> tuple[bytes, list[tuple[bytes, bytes]]]:
     return bytes(octets), layers
 
 
-def kinds(events: list[BlockEvent]) -> list[object]:
-    """Return what is told, refusals by their type: details may be worded otherwise."""
-    return [event.problem.type if isinstance(event, BlockRefused) else event for event in events]
+def kinds(events: list[object]) -> list[object]:
+    """Return what is told, layer by layer, and refusals by their type: details may be worded otherwise."""
+    told: list[object] = []
+    for event in events:
+        match event:
+            case LayersArrived(first, digests):
+                assert digests
+                told += [LayerArrived(layer, digest) for layer, digest in enumerate(digests, first)]
+            case BlockRefused(problem):
+                told.append(problem.type)
+            case _:
+                told.append(event)
+    return told
 
 
-def feed(block: IncomingBlock | ScatteredBlock, octets: bytes, cuts: list[int]) -> list[BlockEvent]:
-    events: list[BlockEvent] = []
+def feed(block: IncomingBlock | ScatteredBlock, octets: bytes, cuts: list[int]) -> list[object]:
+    events: list[object] = []
     start = 0
     for end in (*sorted(cut for cut in cuts if cut < len(octets)), len(octets)):
         events += block.receive_data(octets[start:end])

@@ -45,7 +45,7 @@ class Story:
         return effects
 
     def layer(self, block: int, fetch: int, layer: int, content: str = "a") -> tuple[load.Effect, ...]:
-        arrived = retrieval.LayerArrived(fetch, layer, digests_of(content)[layer])
+        arrived = retrieval.LayersArrived(fetch, layer, (digests_of(content)[layer],))
         return self(Fetched(block, arrived))
 
     def end(self, block: int, fetch: int, content: str = "a") -> tuple[load.Effect, ...]:

@@ -22,9 +22,9 @@ from kvsp_core.machines.retrieval import (
     Fetch,
     FetchFailed,
     GiveUp,
-    LayerArrived,
+    LayersArrived,
+    LayersUsable,
     LayersWithdrawn,
-    LayerUsable,
     Outcome,
     Part,
     Refused,
@@ -101,15 +101,16 @@ def ended(fetch: int, first: int = 0, last: int = LAYERS - 1, **changes: Any) ->
     return attrs.evolve(event, **changes)
 
 
-def arrived(fetch: int, layer: int, content: str = "a") -> LayerArrived:
-    return LayerArrived(fetch, layer, digests_of(content)[layer])
+def arrived(fetch: int, layer: int, content: str = "a") -> LayersArrived:
+    return LayersArrived(fetch, layer, (digests_of(content)[layer],))
 
 
 def fetch_of(number: int, holder: str, layers: tuple[int, int] | None = None, codec: int = 1) -> Fetch:
     return Fetch(fetch=number, holder=holder, layers=layers, codec=codec)
 
 
-DIGEST = replica_digest(digests_of("a"))
+DIGESTS = digests_of("a")
+DIGEST = replica_digest(DIGESTS)
 OTHER_DIGEST = replica_digest(digests_of("b"))
 
 
@@ -117,16 +118,33 @@ OTHER_DIGEST = replica_digest(digests_of("b"))
 
 
 @pytest.mark.requirement("BR-4", "KC-3")
+def test_layers_that_came_together_are_usable_together_unless_one_of_them_is_not_what_was_asked_for() -> None:
+    machine, _ = started(replica(H1))
+    machine.handle(arrived(0, 1), NOW)
+    assert machine.handle(LayersArrived(0, 0, DIGESTS[:3]), NOW) == (LayersUsable(0, (0, 2)),)
+    for wrong in (
+        LayersArrived(0, 2, (DIGESTS[2], DIGESTS[2])),  # the last one is another
+        LayersArrived(0, 2, (*DIGESTS[2:], DIGESTS[3])),  # more than there are
+    ):
+        machine, _ = started(replica(H1))
+        effects = machine.handle(wrong, NOW)
+        assert effects == (
+            CancelFetch(0),
+            ReportBad(H1, DIGEST),
+            GiveUp((Attempt(H1, Outcome.CORRUPT),)),
+        )
+
+
+@pytest.mark.requirement("BR-4", "KC-3")
 def test_layers_are_usable_as_they_arrive_and_the_block_is_done_when_all_of_it_verified() -> None:
     machine, effects = started(replica(H1), replica(H2))
     assert effects == (fetch_of(0, H1),)
-    assert machine.handle(arrived(0, 0), NOW) == (LayerUsable(0, 0),)
+    assert machine.handle(arrived(0, 0), NOW) == (LayersUsable(0, (0,)),)
     assert machine.handle(arrived(0, 0), NOW) == ()
-    assert machine.handle(arrived(0, 1), NOW) == (LayerUsable(0, 1),)
+    assert machine.handle(arrived(0, 1), NOW) == (LayersUsable(0, (1,)),)
     assert machine.state is StateKind.FETCHING
     assert machine.handle(ended(0), NOW) == (
-        LayerUsable(0, 2),
-        LayerUsable(0, 3),
+        LayersUsable(0, (2, 3)),
         Done(DIGEST, (Part(0, (0, 3)),)),
     )
     assert machine.state is StateKind.COMPLETE
@@ -221,8 +239,7 @@ def test_without_layer_digests_nothing_is_usable_before_the_replica_digest_was_c
     assert machine.handle(ended(0, content="b"), NOW) == (ReportBad(H1, DIGEST), fetch_of(1, H2))
     assert machine.handle(arrived(1, 0), NOW) == ()
     effects = machine.handle(ended(1), NOW)
-    assert effects[:4] == tuple(LayerUsable(1, layer) for layer in range(LAYERS))
-    assert effects[4:] == (Done(DIGEST, (Part(1, (0, 3)),)),)
+    assert effects == (LayersUsable(1, tuple(range(LAYERS))), Done(DIGEST, (Part(1, (0, 3)),)))
 
 
 @pytest.mark.requirement("BR-4", "BR-8")
@@ -249,11 +266,10 @@ def test_a_layer_that_was_not_asked_for_is_a_fault() -> None:
 def test_layer_ranges_of_several_replicas_make_one_block() -> None:
     machine, effects = started(replica(H1, 0, 1), replica(H2, 2, 3))
     assert effects == (fetch_of(0, H1, (0, 1)), fetch_of(1, H2, (2, 3)))
-    assert machine.handle(arrived(1, 2), NOW) == (LayerUsable(1, 2),)
-    assert machine.handle(ended(1, 2, 3), NOW) == (LayerUsable(1, 3),)
+    assert machine.handle(arrived(1, 2), NOW) == (LayersUsable(1, (2,)),)
+    assert machine.handle(ended(1, 2, 3), NOW) == (LayersUsable(1, (3,)),)
     assert machine.handle(ended(0, 0, 1), NOW) == (
-        LayerUsable(0, 0),
-        LayerUsable(0, 1),
+        LayersUsable(0, (0, 1)),
         Done(DIGEST, (Part(0, (0, 1)), Part(1, (2, 3)))),
     )
 
