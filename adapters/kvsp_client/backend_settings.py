@@ -15,6 +15,7 @@ from kvsp_client.object_names import named_descriptor
 from kvsp_client.settings import ClientSettings
 from kvsp_core.errors import KVSPError, LocalProtocolError
 from kvsp_core.identity import CompatibilityDescriptor, parse_base_uri
+from kvsp_core.index_parts import IndexParts
 from kvsp_h2 import Credentials
 
 __all__ = ["Backend", "BackendSettings", "Deployment", "checked"]
@@ -26,8 +27,8 @@ S = TypeVar("S", bound="Deployment")
 class Deployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the index and the cache server are, and who asks them; what every engine's settings have."""
 
-    index: str
-    """Base URI of the index that is asked."""
+    index: str | list[str]
+    """Base URI of the index that is asked, or those of its parts (OP-3)."""
     cache_server: str
     """Base URI of the holder that new blocks are stored at."""
     certificate_file: str
@@ -58,8 +59,9 @@ def checked(settings: type[S], members: Mapping[str, Any], where: str) -> S:
     or mistyped, and for a file that is not there."""
     try:
         found = msgspec.convert(dict(members), settings, strict=True)
-        for key in ("index", "cache_server"):
-            parse_base_uri(getattr(found, key), member=key)
+        for uri in IndexParts(found.index).uris:
+            parse_base_uri(uri, member="index")
+        parse_base_uri(found.cache_server, member="cache_server")
         for key, file in found.files().items():
             if not Path(file).is_file():
                 raise LocalProtocolError(f"{key}: there is no file {file}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractAsyncContextManager, contextmanager
 from types import TracebackType
@@ -86,7 +86,11 @@ class BlockingClient:
     """
 
     def __init__(
-        self, credentials: Credentials, *, index: str, settings: ClientSettings | None = None
+        self,
+        credentials: Credentials,
+        *,
+        index: str | Sequence[str],
+        settings: ClientSettings | None = None,
     ) -> None:
         self.index = index
         self.settings = settings or ClientSettings()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from types import TracebackType
 from typing import Any
@@ -20,8 +20,9 @@ from kvsp_client.stats import ClientStats, Counters
 from kvsp_client.store import Store, StoreResult
 from kvsp_client.wire import Wire, open_network
 from kvsp_core.errors import LocalProtocolError, RemoteProtocolError
-from kvsp_core.messages import LookupAnswer
-from kvsp_core.prefix import Prefix, PrefixKeys, found_replicas
+from kvsp_core.index_parts import IndexParts
+from kvsp_core.messages import LookupAnswer, LookupRequest
+from kvsp_core.prefix import Prefix, PrefixKeys
 from kvsp_core.records import ReplicaRecord
 from kvsp_core.resources import Lookup, PutDescriptor
 from kvsp_h2 import Credentials
@@ -32,21 +33,24 @@ __all__ = ["Client"]
 class Client:
     """Finds, fetches, stores and leases blocks; used in ``async with``, which opens and closes it.
 
-    `index` is the base URI of the index. Its methods may be called by any tasks of the loop it was opened in.
-    All its connections are in one pool, opened as they are needed and again where they are lost. In a process
-    that was forked from this one it refuses to work: open one there.
+    `index` is the base URI of the index, or those of its parts (OP-3). Its methods may be called by any tasks
+    of the loop it was opened in. All its connections are in one pool, opened as they are needed and again
+    where they are lost. In a process that was forked from this one it refuses to work: open one there.
     """
 
     def __init__(
         self,
         credentials: Credentials,
         *,
-        index: str,
+        index: str | Sequence[str],
         settings: ClientSettings | None = None,
         wire: Wire | None = None,
     ) -> None:
         """`wire` are connections to use together with other clients; without it the client has its own."""
         self.index = index
+        self._parts = IndexParts(index)
+        if not self._parts:
+            raise LocalProtocolError("index: name the base URI of the index, or of each of its parts")
         self.settings = settings or ClientSettings()
         self._credentials = credentials
         self._shared = wire
@@ -138,17 +142,37 @@ class Client:
         replicas: list[tuple[ReplicaRecord, ...]] = []
         for request in keys.lookups():
             self._counters.lookups += 1
-            answer = await wire.ask_for(
-                LookupAnswer, self.index, Lookup(), request, timeout_ms=self.settings.call_timeout_ms
-            )
+            answers = await self._ask_parts(wire, request)
             try:
-                blocks = found_replicas(request, answer)
+                blocks = self._parts.joined(request, answers)
             except RemoteProtocolError as error:
-                raise Unavailable(f"{self.index}: its answer is not as the protocol says: {error}") from None
+                raise Unavailable(
+                    f"{', '.join(answers)}: its answer is not as the protocol says: {error}"
+                ) from None
             replicas += blocks
             if len(blocks) < len(request.block_keys):
                 break
         return Prefix(keys=keys.part(0, len(replicas)), replicas=tuple(replicas))
+
+    async def _ask_parts(self, wire: Wire, request: LookupRequest) -> dict[str, LookupAnswer]:
+        """Ask each part of the index for its share, all at once. Raises what the first that fails raises."""
+        answers: dict[str, LookupAnswer] = {}
+        refusals: list[ClientError] = []
+
+        async def ask(part: str, share: LookupRequest) -> None:
+            timeout_ms = self.settings.call_timeout_ms
+            try:
+                answers[part] = await wire.ask_for(LookupAnswer, part, Lookup(), share, timeout_ms=timeout_ms)
+            except ClientError as error:
+                refusals.append(error)
+
+        shares = self._parts.shares(request)
+        async with anyio.create_task_group() as tasks:
+            for part, share in shares.items():
+                tasks.start_soon(ask, part, share)
+        if refusals:
+            raise refusals[0]
+        return answers
 
     # Fetch -----------------------------------------------------------------------------------------------
 
@@ -157,7 +181,7 @@ class Client:
             self._open(),
             prefix,
             sections,
-            index_uri=self.index,
+            index=self._parts,
             settings=self.settings,
             counters=self._counters,
             avoided=self._avoided,

@@ -19,6 +19,7 @@ from kvsp_core.container_header import ContainerError, ContainerHeader
 from kvsp_core.errors import LocalProtocolError
 from kvsp_core.heads import Response
 from kvsp_core.identity import component_id
+from kvsp_core.index_parts import IndexParts
 from kvsp_core.machines import prefix_load as load
 from kvsp_core.machines import retrieval
 from kvsp_core.machines.prefix_load import Miss, MissReason, PrefixLoad
@@ -88,7 +89,7 @@ class Fetch:
         prefix: Prefix,
         sections: Sections,
         *,
-        index_uri: str,
+        index: IndexParts,
         settings: ClientSettings,
         counters: Counters,
         avoided: Avoided,
@@ -97,7 +98,7 @@ class Fetch:
         self._wire = wire
         self._prefix = prefix
         self._sections = sections
-        self._index_uri = index_uri
+        self._index = index
         self._settings = settings
         self._counters = counters
         self._avoided = avoided
@@ -228,8 +229,9 @@ class Fetch:
             case load.ReportBad(block, holder, digest):
                 self._counters.attempt(Outcome.CORRUPT)
                 self._avoided.add(holder, self._wire.now_ms())
-                operation = WithdrawReplica(component_id(holder), self._prefix.keys.keys[block])
-                self._wire.tell(self._index_uri, operation, Withdrawal(digest=digest))
+                key = self._prefix.keys.keys[block]
+                operation = WithdrawReplica(component_id(holder), key)
+                self._wire.tell(self._index.of(key), operation, Withdrawal(digest=digest))
             case load.LayersReady():
                 self._notify()
             case load.Ended():

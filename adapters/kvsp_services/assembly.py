@@ -124,7 +124,7 @@ def _make_holder(section: HolderSection, materials: Materials, numbers: Numbers 
         },
         random_bytes=materials.random_bytes,
         now_ms=materials.now_ms,
-        index_uri=next(iter(section.index), None),
+        index_uris=tuple(section.index),
         replica_ttl_ms=section.record_ttl_ms,
         lease_table=leases,
         descriptors=materials.known_descriptors(),
@@ -145,7 +145,7 @@ def _make_instance(section: InstanceSection, materials: Materials) -> Instance:
     settings = InstanceSettings(
         base_uri=section.base_uri,
         controller_uri=section.controller,
-        index_uri=section.index[0],
+        index_uris=tuple(section.index),
         epoch=materials.epoch,
         copy_holder=section.copies_to,
         batch_size=section.max_sequences,

@@ -102,7 +102,7 @@ class HolderSection(RoleSection, frozen=True, kw_only=True):
     """``[holder]``. Without an index nothing is published."""
 
     index: list[str] = []
-    """At most one, as yet."""
+    """The base URI of the index, or of each of its parts (OP-3); the same for all that share it."""
     tiers: list[TierSection]
     record_ttl_ms: _Count = 600_000
     max_lease_ttl_ms: _Count = 60_000
@@ -222,8 +222,11 @@ def _check_uris(path: Path, name: str, section: RoleSection) -> None:
             parse_base_uri(uri)
         except KVSPError as error:
             raise DocumentError(f"{path}: {name}.{key}: {error}") from None
-    if name in ("holder", "instance") and len(getattr(section, "index", ())) > 1:
-        raise DocumentError(f"{path}: {name}.index: a {name} publishes to one index; name one")
+    index = getattr(section, "index", ())
+    if isinstance(section, InstanceSection) and not index:
+        raise DocumentError(f"{path}: {name}.index: name the base URI of the index, or of each of its parts")
+    if len(set(index)) < len(index):
+        raise DocumentError(f"{path}: {name}.index: names one base URI twice")
     try:
         host, _ = section.address
     except ValueError:

@@ -382,7 +382,7 @@ class SimulatedCluster:
             tiers={HOST: limits, LOCAL: limits},
             random_bytes=start.random_bytes,
             now_ms=start.now_ms,
-            index_uri=INDEX,
+            index_uris=(INDEX,),
             replica_ttl_ms=self._times.replica_ttl_ms,
             lease_table=LeaseTable(
                 random_bytes=start.random_bytes,
@@ -412,7 +412,7 @@ class SimulatedCluster:
         settings = InstanceSettings(
             base_uri=base_uri,
             controller_uri=CONTROLLER,
-            index_uri=INDEX,
+            index_uris=(INDEX,),
             epoch=start.wall_ms + start.life,
             copy_holder=names.holders[number % len(names.holders)] if names.holders else None,
             prefill_tokens_per_s=50_000,

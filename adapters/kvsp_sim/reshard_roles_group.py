@@ -178,7 +178,7 @@ class ReshardGroup:
         settings = InstanceSettings(
             base_uri=base_uri,
             controller_uri=CONTROLLER,
-            index_uri=ABSENT,
+            index_uris=(ABSENT,),
             epoch=start.life,
             status_ttl_ms=_TTL_MS,
             prefetch=PrefetchLimits(),

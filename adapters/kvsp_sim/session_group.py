@@ -214,7 +214,7 @@ class SessionGroup:
         settings = InstanceSettings(
             base_uri=base_uri,
             controller_uri=CONTROLLER,
-            index_uri=ABSENT,
+            index_uris=(ABSENT,),
             epoch=start.life,
             prefill_tokens_per_s=1_000,
             decode_tokens_per_s=100,

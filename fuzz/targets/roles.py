@@ -102,7 +102,7 @@ def _role(number: int) -> Role:
             tiers={"host": TierLimits(capacity_bytes=10_000, read_mbit_per_s=None)},
             random_bytes=_random_bytes(),
             now_ms=0,
-            index_uri=_OTHER,
+            index_uris=(_OTHER,),
         )
     settings = ControllerSettings(
         placement=PlacementSettings(index_uris=(_OTHER,)), open_by_checkpoint=True, placement_wait_ms=500

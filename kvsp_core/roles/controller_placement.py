@@ -15,9 +15,10 @@ from typing import Any, Final, TypeAlias, assert_never
 import attrs
 
 from kvsp_core.answers import read_answer
-from kvsp_core.errors import KVSPError
+from kvsp_core.errors import KVSPError, RemoteProtocolError
 from kvsp_core.ext_messages import CandidateCost, MissedBlocks, PlacementAnswer, ScopedPrefix
 from kvsp_core.identity import CompatibilityDescriptor
+from kvsp_core.index_parts import IndexParts
 from kvsp_core.limits import CALL_TIMEOUT_MS, MAX_DESCRIPTORS, MAX_LOOKUP_KEYS
 from kvsp_core.machines.fleet import Fleet
 from kvsp_core.machines.placement import (
@@ -55,6 +56,7 @@ class PlacementSettings:
     """
 
     index_uris: tuple[str, ...]
+    """The parts of the index (OP-3); without any, every block counts as not cached."""
     policy: Policy = attrs.field(factory=LowestCost)
     classes: Mapping[str, str] = _NO_NAMES
     descriptors: Mapping[str, CompatibilityDescriptor] = _NO_DESCRIPTORS
@@ -92,11 +94,11 @@ class Match:
 
 @attrs.frozen
 class LookupCall:
-    """Asks an index for the replicas of a prefix."""
+    """Asks a part of the index for the replicas of a prefix."""
 
     gather: int
     prefix: int
-    index: int
+    part: str
 
 
 @attrs.frozen
@@ -128,6 +130,18 @@ class _Gather:
     calls: set[int] = attrs.Factory(set)
     """Those that have not been answered."""
     replicas: list[list[tuple[ReplicaRecord, ...]]] = attrs.Factory(list)
+    """Of the leading blocks of each prefix, as far as they are known."""
+    lookups: dict[int, _Lookup] = attrs.Factory(dict)
+    """Prefix -> the lookup of it that is under way."""
+
+
+@attrs.define(eq=False)
+class _Lookup:
+    """A lookup on its way to the parts of the index."""
+
+    request: LookupRequest
+    parts: int
+    answers: dict[str, LookupAnswer] = attrs.Factory(dict)
 
 
 class Placements:
@@ -150,6 +164,7 @@ class Placements:
         self._fleet = fleet
         self._settings = settings
         self._policy = policy
+        self._index = IndexParts(settings.index_uris)
         self._may_serve = may_serve
         self._descriptors = dict(settings.descriptors)
         self._service_us: dict[str, int] = {}
@@ -170,11 +185,12 @@ class Placements:
         self._gathers[number] = gather
         self._number_of[purpose] = number
         for index, prefix in enumerate(subject.prefixes):
-            if prefix.block_keys and self._settings.index_uris:
-                self._look_up(number, index, 0)
-        if subject.compat_id not in self._descriptors and self._settings.index_uris:
+            if prefix.block_keys and self._index:
+                self._look_up(number, index)
+        if subject.compat_id not in self._descriptors and self._index:
+            keys = [key for prefix in subject.prefixes for key in prefix.block_keys[:1]]
             call = self._work.call(
-                self._settings.index_uris[0],
+                self._index.of(keys[0]) if keys else self._index.uris[0],  # who knows its record knows it
                 GetDescriptor(subject.compat_id),
                 purpose=DescriptorCall(number, subject.compat_id),
                 timeout_ms=self._settings.call_timeout_ms,
@@ -189,8 +205,8 @@ class Placements:
             for call in sorted(self._gathers.pop(number).calls):
                 self._work.cancel(call)
 
-    def _look_up(self, number: int, prefix: int, index: int) -> None:
-        """Ask an index for the next keys of a prefix."""
+    def _look_up(self, number: int, prefix: int) -> None:
+        """Ask the index for the next keys of a prefix, each of its parts for its share."""
         gather = self._gathers[number]
         keys, scope_id = gather.subject.prefixes[prefix].block_keys, gather.subject.prefixes[prefix].scope_id
         known = len(gather.replicas[prefix])
@@ -200,14 +216,11 @@ class Placements:
             block_keys=keys[known : known + self._settings.max_lookup_keys],
             holders=self._policy().producers(scope_id),
         )
-        call = self._work.call(
-            self._settings.index_uris[index],
-            Lookup(),
-            request,
-            purpose=LookupCall(number, prefix, index),
-            timeout_ms=self._settings.call_timeout_ms,
-        )
-        gather.calls.add(call)
+        shares = self._index.shares(request)
+        gather.lookups[prefix] = _Lookup(request, len(shares))
+        for part, share in shares.items():
+            purpose, timeout_ms = LookupCall(number, prefix, part), self._settings.call_timeout_ms
+            gather.calls.add(self._work.call(part, Lookup(), share, purpose=purpose, timeout_ms=timeout_ms))
 
     def handle(self, call: PlacementCall, item: AnswerReceived | CallFailed) -> Found | None:
         """Take in the end of a call; return what was found where it was the last."""
@@ -222,23 +235,33 @@ class Placements:
         return self._finish(call.gather)
 
     def _looked_up(self, call: LookupCall, answer: LookupAnswer | None) -> None:
+        """Take the answer of a part in. Where one has none, the keys that were asked for count as not cached:
+        they are spread so evenly that the prefix would soon end at one of its own."""
         gather = self._gathers[call.gather]
-        if answer is None:
-            if call.index + 1 < len(self._settings.index_uris):
-                self._look_up(call.gather, call.prefix, call.index + 1)
+        lookup = gather.lookups.get(call.prefix)
+        if lookup is None:
             return
-        prefix = gather.subject.prefixes[call.prefix]
+        if answer is None:
+            del gather.lookups[call.prefix]
+            return
+        lookup.answers[call.part] = answer
+        if len(lookup.answers) < lookup.parts:
+            return
+        del gather.lookups[call.prefix]
+        try:
+            blocks = self._index.joined(lookup.request, lookup.answers)
+        except RemoteProtocolError:
+            return
         found = gather.replicas[call.prefix]
-        asked = prefix.block_keys[len(found) : len(found) + self._settings.max_lookup_keys]
-        for key, block in zip(asked, answer.blocks, strict=False):
-            replicas = self._policy().trusted(
-                record for record in block.replicas if _fits(record, gather.subject, prefix)
-            )
-            if block.block_key != key or not replicas:
+        for records in blocks:
+            replicas = self._policy().trusted(records)
+            if not replicas:
                 return
             found.append(replicas)
-        if answer.matched == len(asked) and len(found) < len(prefix.block_keys):
-            self._look_up(call.gather, call.prefix, call.index)
+        if len(blocks) == len(lookup.request.block_keys) and len(found) < len(
+            gather.subject.prefixes[call.prefix].block_keys
+        ):
+            self._look_up(call.gather, call.prefix)
 
     def _described(self, compat_id: str, item: AnswerReceived | CallFailed) -> None:
         if isinstance(item, CallFailed) or not item.response.is_success:
@@ -326,10 +349,6 @@ class Placements:
         """Take note of how long an instance took for a request (decision W25)."""
         mean_us = self._service_us.get(instance, self._settings.default_service_us)
         self._service_us[instance] = mean_service_us(mean_us, sample_us)
-
-
-def _fits(record: ReplicaRecord, subject: Subject, prefix: ScopedPrefix) -> bool:
-    return record.compat_id == subject.compat_id and record.scope_id == prefix.scope_id
 
 
 def _read(item: AnswerReceived | CallFailed) -> LookupAnswer | None:

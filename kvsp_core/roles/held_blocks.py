@@ -39,7 +39,7 @@ class HeldBlocks:
         holder: str,
         tiers: Mapping[str, TierLimits],
         lease_table: LeaseTable,
-        index_uri: str | None,
+        index_uris: tuple[str, ...],
         replica_ttl_ms: int,
         descriptors: Descriptors,
         random_bytes: Callable[[int], bytes],
@@ -51,7 +51,7 @@ class HeldBlocks:
         self.publisher = Publisher(
             work,
             holder=holder,
-            index_uri=index_uri,
+            index_uris=index_uris,
             record_of=self._record_of,
             descriptor_of=descriptors.get,
             random_bytes=random_bytes,

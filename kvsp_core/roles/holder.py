@@ -149,7 +149,8 @@ _Purpose: TypeAlias = _Reading | _Storing | _Loading | MoveRead | MoveStore
 class Holder:
     """A holder under one base URI.
 
-    `tiers` says what it may put where. `index_uri` is where its records go; without one nothing is published.
+    `tiers` says what it may put where. `index_uris` are the parts of the index that its records go
+    to (OP-3); where there is none, nothing is published.
     `numbers` is shared with another role under the same base URI. `random_bytes` gives unguessable octets.
     """
 
@@ -161,7 +162,7 @@ class Holder:
         tiers: Mapping[str, TierLimits],
         random_bytes: Callable[[int], bytes],
         now_ms: int,
-        index_uri: str | None = None,
+        index_uris: tuple[str, ...] = (),
         replica_ttl_ms: int = REPLICA_TTL_MS,
         lease_table: LeaseTable | None = None,
         descriptors: Descriptors | None = None,
@@ -178,7 +179,7 @@ class Holder:
             holder=base_uri,
             tiers=tiers,
             lease_table=lease_table or LeaseTable(random_bytes=random_bytes, now_ms=now_ms),
-            index_uri=index_uri,
+            index_uris=index_uris,
             replica_ttl_ms=replica_ttl_ms,
             descriptors=self.descriptors,
             random_bytes=random_bytes,

@@ -83,7 +83,8 @@ class InstanceSettings:
 
     base_uri: str
     controller_uri: str
-    index_uri: str
+    index_uris: tuple[str, ...]
+    """The parts of the index (OP-3)."""
     epoch: int
     copy_holder: str | None = None
     """Where blocks of sessions are copied to, so that they survive this instance."""
@@ -209,7 +210,7 @@ class Instance:
             self._work,
             self._blocks,
             meter=self._meter,
-            index_uri=self.settings.index_uri,
+            index_uris=self.settings.index_uris,
             table=PrefetchTable(bounds),
             call_timeout_ms=self.settings.call_timeout_ms,
             fetch_timeout_ms=self.settings.fetch_timeout_ms,
@@ -522,9 +523,8 @@ class Instance:
             timeout_ms=effect.timeout_ms,
         )
         if settings.report_to_index:
-            self._work.call(
-                settings.index_uri, operation, status, purpose=_Notice(), timeout_ms=effect.timeout_ms
-            )
+            for part in settings.index_uris:
+                self._work.call(part, operation, status, purpose=_Notice(), timeout_ms=effect.timeout_ms)
 
 
 def _reshard_message(body: object) -> ReshardMessage:

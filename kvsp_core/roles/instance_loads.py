@@ -16,6 +16,7 @@ from kvsp_core.answers import read_answer, read_outcome
 from kvsp_core.container_header import ContainerHeader
 from kvsp_core.errors import RemoteProtocolError
 from kvsp_core.identity import CompatibilityDescriptor, component_id
+from kvsp_core.index_parts import IndexParts
 from kvsp_core.limits import MAX_MEASURED_LINKS, UNREACHABLE_MS
 from kvsp_core.machines import prefetch, prefetch_load, retrieval
 from kvsp_core.machines.prefetch import PrefetchTable
@@ -51,6 +52,7 @@ __all__ = ["Loads", "Purpose"]
 class _LookupFor:
     table: str
     directive: str
+    part: str
 
 
 @attrs.frozen
@@ -82,6 +84,16 @@ Purpose = _LookupFor | _LeaseFor | _FetchFor | _Notice
 """What a call of a table is for; `table` names it."""
 
 
+@attrs.define
+class _Lookup:
+    """A lookup on its way to the parts of the index."""
+
+    request: LookupRequest
+    calls: dict[str, int] = attrs.Factory(dict)
+    """Part -> the call it has not answered."""
+    answers: dict[str, LookupAnswer] = attrs.Factory(dict)
+
+
 @attrs.frozen(kw_only=True)
 class _Received:
     buffer: int
@@ -103,7 +115,7 @@ class Loads:
         blocks: LocalBlocks,
         *,
         meter: Meter,
-        index_uri: str,
+        index_uris: tuple[str, ...],
         table: PrefetchTable,
         call_timeout_ms: int,
         fetch_timeout_ms: int,
@@ -114,11 +126,11 @@ class Loads:
         self._work = work
         self._blocks = blocks
         self._meter = meter
-        self._index_uri = index_uri
+        self._index = IndexParts(index_uris)
         self._call_timeout_ms = call_timeout_ms
         self._fetch_timeout_ms = fetch_timeout_ms
         self._policy = policy
-        self._lookups: dict[str, int] = {}
+        self._lookups: dict[str, _Lookup] = {}
         self._fetches: dict[tuple[int, int], int] = {}  # (job, fetch) -> call
         self._fetching: dict[int, _FetchFor] = {}  # buffer -> for what
         self._received: dict[int, _Received] = {}  # job -> the verified block
@@ -214,7 +226,7 @@ class Loads:
             case prefetch.Lookup(directive, block_keys, holders):
                 self._look_up(directive, block_keys, holders)
             case prefetch.CancelLookup(directive):
-                self._work.cancel(self._lookups.pop(directive, 0))
+                self._stop_looking_up(directive)
             case prefetch.LoadRequest(job, key, of_load):
                 self._for_load(job, key, of_load, now_ms)
             case prefetch.Pin(key):
@@ -237,13 +249,17 @@ class Loads:
         body = LookupRequest(
             scope_id=message.scope_id, compat_id=message.compat_id, block_keys=block_keys, holders=holders
         )
-        self._lookups[directive] = self._work.call(
-            self._index_uri,
-            Lookup(),
-            body,
-            purpose=_LookupFor(self.name, directive),
-            timeout_ms=self._call_timeout_ms,
-        )
+        lookup = self._lookups[directive] = _Lookup(body)
+        for part, share in self._index.shares(body).items():
+            purpose, timeout_ms = _LookupFor(self.name, directive, part), self._call_timeout_ms
+            lookup.calls[part] = self._work.call(
+                part, Lookup(), share, purpose=purpose, timeout_ms=timeout_ms
+            )
+
+    def _stop_looking_up(self, directive: str) -> None:
+        lookup = self._lookups.pop(directive, None)
+        for call in lookup.calls.values() if lookup is not None else ():
+            self._work.cancel(call)
 
     def _for_load(self, job: int, key: str, effect: prefetch_load.Effect, now_ms: int) -> None:
         match effect:
@@ -268,9 +284,8 @@ class Loads:
                     self._forget_buffer(purpose.buffer)
             case prefetch_load.ReportBad(holder, digest):
                 self._work.observe("kvsp_digest_failures")
-                self._notify(
-                    self._index_uri, WithdrawReplica(component_id(holder), key), Withdrawal(digest=digest)
-                )
+                operation = WithdrawReplica(component_id(holder), key)
+                self._notify(self._index.of(key), operation, Withdrawal(digest=digest))
             case prefetch_load.Store():
                 self._store(job, key, now_ms)
             case _:
@@ -332,9 +347,10 @@ class Loads:
     ) -> None:
         """Take in how a call of this table has ended."""
         match purpose:
-            case _LookupFor(directive=directive):
-                self._lookups.pop(directive, None)
-                self.handle(self._looked_up(directive, item), now_ms)
+            case _LookupFor():
+                if (event := self._looked_up(purpose, item)) is not None:
+                    self._stop_looking_up(purpose.directive)
+                    self.handle(event, now_ms)
             case _LeaseFor(job=job, holder=holder):
                 self._note_reachable(holder, item, now_ms)
                 if isinstance(item, AnswerReceived):
@@ -363,19 +379,27 @@ class Loads:
             del known[first]
 
     def _looked_up(
-        self, directive: str, item: AnswerReceived | BlockReceived | CallFailed
-    ) -> prefetch.LookupAnswered | prefetch.LookupFailed:
+        self, purpose: _LookupFor, item: AnswerReceived | BlockReceived | CallFailed
+    ) -> prefetch.LookupAnswered | prefetch.LookupFailed | None:
+        """Take the answer of a part in; return what to tell the table once all have come, or one has not."""
+        directive = purpose.directive
+        lookup = self._lookups[directive]
+        del lookup.calls[purpose.part]
         if not isinstance(item, AnswerReceived):
             return prefetch.LookupFailed(directive)
         try:
-            found = read_answer(LookupAnswer, item.response, item.body)
+            answer = read_answer(LookupAnswer, item.response, item.body)
+            if isinstance(answer, Problem):
+                return prefetch.LookupFailed(directive)
+            lookup.answers[purpose.part] = answer
+            if lookup.calls:
+                return None
+            found = self._index.joined(lookup.request, lookup.answers)
         except RemoteProtocolError:
-            return prefetch.LookupFailed(directive)
-        if isinstance(found, Problem):
             return prefetch.LookupFailed(directive)
         # A block whose layers are at several holders would have to be put together: it is computed.
         policy = self._policy()
-        records = (tuple(r for r in policy.trusted(block.replicas) if _is_whole(r)) for block in found.blocks)
+        records = (tuple(r for r in policy.trusted(replicas) if _is_whole(r)) for replicas in found)
         return prefetch.LookupAnswered(directive, tuple(records))
 
     def _fetched(

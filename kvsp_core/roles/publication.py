@@ -1,4 +1,5 @@
-"""What a holder tells the index: publish, refresh at a third of the TTL, withdraw (PB-3, LE-4, decision W12).
+"""What a holder tells the index: publish, refresh at a third of the TTL, withdraw (PB-3, LE-4, OP-3,
+decision W12).
 
 `Publisher` keeps for each block what the index should list and what it may list, and has one request on its
 way for each block, so that a withdrawal never overtakes the publication before it. So many requests are on
@@ -19,6 +20,7 @@ from kvsp_core.bodies import decode
 from kvsp_core.errors import RemoteProtocolError
 from kvsp_core.heads import Response
 from kvsp_core.identity import CompatibilityDescriptor, component_id
+from kvsp_core.index_parts import IndexParts
 from kvsp_core.limits import (
     MAX_INDEX_CALLS,
     PUBLISH_RETRY_MS,
@@ -53,8 +55,9 @@ class DeleteRecord:
 
 @attrs.frozen
 class TellDescriptor:
-    """A call that makes a descriptor known."""
+    """A call that makes a descriptor known to a part of the index."""
 
+    part: str
     compat_id: str = attrs.field(repr=False)
 
 
@@ -80,8 +83,8 @@ class _Entry:
 class Publisher:
     """Keeps the index informed of the blocks of one holder.
 
-    `record_of` makes the record of a block. `random_bytes` spreads retries. Without an `index_uri` nothing is
-    published, and withdrawals are over at once.
+    `record_of` makes the record of a block. `random_bytes` spreads retries. `index_uris` are the parts of the
+    index; where there is none, nothing is published, and withdrawals are over at once.
     """
 
     def __init__(
@@ -89,7 +92,7 @@ class Publisher:
         work: Work,
         *,
         holder: str,
-        index_uri: str | None,
+        index_uris: tuple[str, ...],
         record_of: RecordOf,
         descriptor_of: Callable[[str], CompatibilityDescriptor | None],
         random_bytes: Callable[[int], bytes],
@@ -98,7 +101,7 @@ class Publisher:
     ) -> None:
         self._work = work
         self._holder_id = component_id(holder)
-        self._index_uri = index_uri
+        self._index = IndexParts(index_uris)
         self._record_of = record_of
         self._descriptor_of = descriptor_of
         self._random_bytes = random_bytes
@@ -111,7 +114,7 @@ class Publisher:
         self._publications: deque[str] = deque()
         self._refreshes: deque[str] = deque()
         self._due: list[tuple[int, str]] = []
-        self._told: set[str] = set()  # descriptors the index was told of
+        self._told: set[tuple[str, str]] = set()  # (part, descriptor it was told of)
         self._withdrawn: list[str] = []
         self._refused: list[str] = []
 
@@ -119,7 +122,7 @@ class Publisher:
 
     def publish(self, block: str, block_key: str, now_ms: int) -> None:
         """Have the index list a block from now on, with the record it then has."""
-        if self._index_uri is None or self._stopped:
+        if not self._index or self._stopped:
             return
         entry = self._entries.get(block)
         if entry is None:
@@ -194,14 +197,14 @@ class Publisher:
         """Take the index's answer in."""
         self._calls -= 1
         match call:
-            case TellDescriptor(compat_id):
+            case TellDescriptor(part, compat_id):
                 if not response.is_success:
-                    self._told.discard(compat_id)
+                    self._told.discard((part, compat_id))
             case PutRecord(block, refresh):
                 entry = self._returned(block)
                 if response.is_success:
                     if refresh and response.status == 201:
-                        self._told.clear()  # the index has lost what it knew
+                        self._told_nothing(self._index.of(entry.block_key))
                     self._published(block, entry, body, now_ms)
                 elif response.status == 409:
                     self._refused.append(block)
@@ -226,15 +229,19 @@ class Publisher:
         """Take note that a call had no answer: what was sent may have arrived all the same, or may still."""
         self._calls -= 1
         match call:
-            case TellDescriptor(compat_id):
-                self._told.discard(compat_id)
+            case TellDescriptor(part, compat_id):
+                self._told.discard((part, compat_id))
             case PutRecord(block) | DeleteRecord(block):
                 entry = self._returned(block)
                 entry.changed = entry.wanted
                 self._retry(block, entry, now_ms)
         self._send(now_ms)
 
-    # Parts
+    # What that takes
+
+    def _told_nothing(self, part: str) -> None:
+        """A part of the index has lost what it knew."""
+        self._told = {told for told in self._told if told[0] != part}
 
     def _returned(self, block: str) -> _Entry:
         entry = self._entries[block]
@@ -285,7 +292,7 @@ class Publisher:
                 block = self._withdrawals.popleft()
                 entry = self._entries.get(block)
                 if entry is not None and not entry.wanted and not entry.calling:
-                    self._call(DeleteRecord(block), entry, WithdrawReplica(self._holder_id, entry.block_key))
+                    self._withdraw(block, entry)
             elif self._publications or self._refreshes:
                 refresh = not self._publications
                 block = (self._refreshes if refresh else self._publications).popleft()
@@ -295,27 +302,30 @@ class Publisher:
             else:
                 return
 
+    def _withdraw(self, block: str, entry: _Entry) -> None:
+        part, operation = self._index.of(entry.block_key), WithdrawReplica(self._holder_id, entry.block_key)
+        entry.calling = True
+        self._call(part, DeleteRecord(block), operation)
+
     def _put(self, block: str, entry: _Entry, now_ms: int) -> None:
         record = self._record_of(block, self._ttl_ms)
         if record is None:
             return
-        self._tell_descriptor(record.compat_id)
+        part = self._index.of(entry.block_key)
+        self._tell_descriptor(part, record.compat_id)
         refresh = not entry.changed
         entry.listed, entry.changed = True, False
         entry.listed_until_ms = max(entry.listed_until_ms, now_ms + self._ttl_ms + PUBLISH_TIMEOUT_MS)
-        self._call(PutRecord(block, refresh), entry, PublishReplica(self._holder_id, entry.block_key), record)
+        entry.calling = True
+        self._call(part, PutRecord(block, refresh), PublishReplica(self._holder_id, entry.block_key), record)
 
-    def _tell_descriptor(self, compat_id: str) -> None:
+    def _tell_descriptor(self, part: str, compat_id: str) -> None:
         descriptor = self._descriptor_of(compat_id)
-        if descriptor is not None and compat_id not in self._told:
-            self._told.add(compat_id)
-            self._call(TellDescriptor(compat_id), None, PutDescriptor(compat_id), descriptor.canonical_json)
+        if descriptor is not None and (part, compat_id) not in self._told:
+            self._told.add((part, compat_id))
+            operation = PutDescriptor(compat_id)
+            self._call(part, TellDescriptor(part, compat_id), operation, descriptor.canonical_json)
 
-    def _call(
-        self, purpose: IndexCall, entry: _Entry | None, operation: Operation, body: object = None
-    ) -> None:
-        assert self._index_uri is not None
-        if entry is not None:
-            entry.calling = True
+    def _call(self, part: str, purpose: IndexCall, operation: Operation, body: object = None) -> None:
         self._calls += 1
-        self._work.call(self._index_uri, operation, body, purpose=purpose, timeout_ms=PUBLISH_TIMEOUT_MS)
+        self._work.call(part, operation, body, purpose=purpose, timeout_ms=PUBLISH_TIMEOUT_MS)

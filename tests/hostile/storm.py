@@ -70,7 +70,7 @@ class Storm:
         publisher = Publisher(
             work,
             holder=uri,
-            index_uri=INDEX,
+            index_uris=(INDEX,),
             record_of=record_of,
             descriptor_of=lambda compat_id: None,
             random_bytes=self._random.randbytes,

@@ -15,7 +15,7 @@ def test_a_resume_has_the_time_that_loading_and_asking_for_the_prompt_take() -> 
 
 @pytest.mark.requirement("CP-1")
 def test_copies_outlive_the_failure_of_their_instance_and_the_resume_elsewhere() -> None:
-    settings = InstanceSettings(base_uri="https://a/", controller_uri="", index_uri="", epoch=1)
+    settings = InstanceSettings(base_uri="https://a/", controller_uri="", index_uris=(), epoch=1)
     # Renewed at a third of its time, a lease has two thirds left at least.
     assert settings.copy_lease_ms * 2 // 3 >= limits.RESUME_DEADLINE_MS
     assert settings.copy_lease_ms > settings.status_ttl_ms + limits.RESUME_DEADLINE_MS

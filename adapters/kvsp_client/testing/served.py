@@ -46,15 +46,16 @@ class Served:
     are the engine's, from the files `certificate`, `key` and `authorities`.
     """
 
-    def __init__(self, directory: Path, caches: int, scopes: Sequence[Scope]) -> None:
+    def __init__(self, directory: Path, caches: int, scopes: Sequence[Scope], indexes: int = 1) -> None:
         self.directory = directory
         self.scopes = tuple(scopes)
         self.scope = self.scopes[0]
-        self._sockets = [_listening() for _ in range(caches + 1)]
+        self._sockets = [_listening() for _ in range(indexes + caches)]
         uris = [f"https://127.0.0.1:{sock.getsockname()[1]}/kvsp/" for sock in self._sockets]
+        self.index_uris = tuple(uris[:indexes])
         self.index_uri = uris[0]
-        self.cache_uris = tuple(uris[1:])
-        self.cache_uri = uris[1]
+        self.cache_uris = tuple(uris[indexes:])
+        self.cache_uri = uris[indexes]
         init_ca(directory)
         self._issued = [issue(directory, uri=uri, name=f"role-{n}") for n, uri in enumerate(uris)]
         engine = issue(directory, uri=ENGINE, name="engine")
@@ -98,7 +99,7 @@ class Served:
         `on_event` is told of each event of each connection, as `kvsp_asyncio` tells them, in the thread of
         the roles.
         """
-        uri, issued = self.cache_uris[number], self._issued[number + 1]
+        uri, issued = self.cache_uris[number], self._issued[len(self.index_uris) + number]
         credentials = self.credentials_of(issued.certificate, issued.key)
 
         async def listen() -> None:
@@ -121,7 +122,7 @@ class Served:
         }
         rules = ScopeRules(**may)
         principals: dict[str, list[RoleName]] = {uri: [RoleName.HOLDER] for uri in self.cache_uris}
-        principals[self.index_uri] = [RoleName.INDEX]
+        principals |= {uri: [RoleName.INDEX] for uri in self.index_uris}
         principals[ENGINE] = [RoleName.INSTANCE]
         return Policy(principals, {scope.scope_id: rules for scope in self.scopes})
 
@@ -145,11 +146,11 @@ class Served:
         policy, loop = self._policy(), AsyncioLoop(workers)
         drivers = []
         for number, (uri, issued) in enumerate(
-            zip((self.index_uri, *self.cache_uris), self._issued, strict=True)
+            zip((*self.index_uris, *self.cache_uris), self._issued, strict=True)
         ):
             role: Role
             tiers = {}
-            if number == 0:
+            if uri in self.index_uris:
                 role = Index(base_uri=uri, policy=policy)
             else:
                 tiers["host"] = MemoryTier(capacity_bytes)
@@ -159,7 +160,7 @@ class Served:
                     tiers={"host": TierLimits(capacity_bytes=capacity_bytes)},
                     random_bytes=os.urandom,
                     now_ms=loop.now_ms(),
-                    index_uri=self.index_uri,
+                    index_uris=self.index_uris,
                 )
             credentials = self.credentials_of(issued.certificate, issued.key)
             peers = ServicePeers.of_network(network, credentials)
@@ -186,17 +187,21 @@ def _listening() -> socket.socket:
 
 @contextmanager
 def serve_cache(
-    *, caches: int = 1, capacity_bytes: int = 1 << 30, scopes: Sequence[Scope] | None = None
+    *,
+    caches: int = 1,
+    capacity_bytes: int = 1 << 30,
+    scopes: Sequence[Scope] | None = None,
+    indexes: int = 1,
 ) -> Iterator[Served]:
     """Serve an index and cache servers in a thread of this process, on free ports, with certificates made for
     it.
 
     `capacity_bytes` is what each cache server holds in memory. Without `scopes` there is one, with a key that
-    is made up. Needs the extra ``services``.
+    is made up. `indexes` is how many parts the index has (OP-3). Needs the extra ``services``.
     """
     known = tuple(scopes) if scopes is not None else (Scope(os.urandom(32)),)
     with tempfile.TemporaryDirectory(prefix="kvsp-served-") as directory:
-        served, ready = Served(Path(directory), caches, known), threading.Event()
+        served, ready = Served(Path(directory), caches, known, indexes), threading.Event()
 
         def run() -> None:
             try:

@@ -13,7 +13,8 @@ import click
 from kvsp_client.files import read_scope
 from kvsp_core.block_keys import block_keys
 from kvsp_core.errors import LocalProtocolError
-from kvsp_core.messages import LeaseGranted, LeaseRequest, LookupAnswer, LookupRequest
+from kvsp_core.index_parts import IndexParts
+from kvsp_core.messages import LeaseGranted, LeaseRequest, LookupAnswer, LookupRequest, MatchedBlock
 from kvsp_core.resources import CreateLease, GetBlock, Lookup, StoreBlock
 from kvsp_h2 import Credentials
 from kvsp_services.asking import AskError, ask, ask_for, expect_success
@@ -32,7 +33,14 @@ _holder = click.option("--holder", envvar="KVSP_HOLDER", required=True, help="It
 
 
 @click.command()
-@click.option("--index", "index_uri", envvar="KVSP_INDEX", required=True, help="Its base URI.")
+@click.option(
+    "--index",
+    "index_uris",
+    envvar="KVSP_INDEX",
+    multiple=True,
+    required=True,
+    help="Its base URI; once for each of its parts.",
+)
 @_descriptor
 @_scope_key
 @click.option("--tokens", type=click.File("rb"), required=True, help="A JSON array; - for standard input.")
@@ -40,7 +48,7 @@ _holder = click.option("--holder", envvar="KVSP_HOLDER", required=True, help="It
 @with_credentials
 def lookup(
     credentials: Credentials,
-    index_uri: str,
+    index_uris: tuple[str, ...],
     descriptor: BinaryIO,
     scope_key_file: Path,
     tokens: BinaryIO,
@@ -54,7 +62,16 @@ def lookup(
     request = LookupRequest(
         compat_id=model.compat_id, scope_id=scope.scope_id, block_keys=tuple(key.hex() for key in keys)
     )
-    answer = ask_for(LookupAnswer, credentials, index_uri, Lookup(), request)
+    parts = IndexParts(index_uris)
+    answers = {
+        uri: ask_for(LookupAnswer, credentials, uri, Lookup(), share)
+        for uri, share in parts.shares(request).items()
+    }
+    blocks = tuple(
+        MatchedBlock(block_key=key, replicas=replicas)
+        for key, replicas in zip(request.block_keys, parts.joined(request, answers), strict=False)
+    )
+    answer = LookupAnswer(matched=len(blocks), blocks=blocks)
     if as_json:
         show_json(answer)
     else:

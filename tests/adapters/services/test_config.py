@@ -65,6 +65,10 @@ def test_a_role_may_listen_elsewhere(path: Path, listen: str, address: tuple[str
         (COMMON + INDEX + 'listen = "nowhere:port"\n', "index.listen: expected HOST:PORT"),
         (COMMON + INDEX + 'listen = ":99999999"\n', "index.listen: expected HOST:PORT"),
         (COMMON + HOLDER.replace("8441/kvsp/", "8441/x") + HOST, "holder.index[0]"),
+        (
+            COMMON + HOLDER.replace('kvsp/"]', 'kvsp/", "https://127.0.0.1:8441/kvsp/"]') + HOST,
+            "index: names one",
+        ),
         (COMMON + HOLDER + DISK, "storage_key_file: holder stores on disk"),
         (COMMON + CONTROLLER, "storage_key_file: controller stores on disk"),
         (COMMON + HOLDER + HOST + 'directory = "x"\n', "holder.tiers[0]: tier host has no directory"),

@@ -104,7 +104,15 @@ def container(fill: int = 1, layers: int = 2, tokens: int = 4) -> bytes:
 class Loop:
     """Drives a holder: jobs of its tiers are done at once, calls are kept for the test to answer."""
 
-    def __init__(self, *, index: bool = True, blocks: int = 4, knows: bool = True, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        index: bool = True,
+        index_uris: tuple[str, ...] = (INDEX,),
+        blocks: int = 4,
+        knows: bool = True,
+        **options: Any,
+    ) -> None:
         numbers = count(1)
         descriptors = Descriptors()
         if knows:
@@ -123,7 +131,7 @@ class Loop:
             tiers=tiers,
             random_bytes=random_bytes,
             now_ms=0,
-            index_uri=INDEX if index else None,
+            index_uris=index_uris if index else (),
             replica_ttl_ms=6000,
             lease_table=lease_table,
             descriptors=descriptors,

@@ -210,7 +210,9 @@ class World:
         self.beside = Beside()
         self.now_ms = 1000
         self.role = Instance(
-            InstanceSettings(base_uri=ME, controller_uri=PC, index_uri=IS, epoch=7, **settings),
+            InstanceSettings(
+                **{"base_uri": ME, "controller_uri": PC, "index_uris": (IS,), "epoch": 7} | settings
+            ),
             models={MODEL.compat_id: MODEL},
             scopes={SCOPE.scope_id: SCOPE, SHARED.scope_id: SHARED},
             blocks=self.beside,
@@ -308,15 +310,19 @@ class World:
 
     def answer_lookups(self, *keys: str, holder: str = HOLDER) -> None:
         """Answer lookups: these keys are at a holder."""
-        for number, each in self.calls(Lookup):
-            assert isinstance(each.call.body, bytes)
-            asked = decode(LookupRequest, each.call.body)
-            found: list[MatchedBlock] = []
-            for key in asked.block_keys:
-                if key not in keys:
-                    break
-                found.append(MatchedBlock(block_key=key, replicas=(record_of(key, holder),)))
-            self.answer(number, LookupAnswer(matched=len(found), blocks=tuple(found)))
+        for number, _ in self.calls(Lookup):
+            self.answer_lookup(number, *keys, holder=holder)
+
+    def answer_lookup(self, number: int, *keys: str, holder: str = HOLDER) -> None:
+        """Answer one lookup."""
+        body = self.open[number].call.body
+        assert isinstance(body, bytes)
+        found: list[MatchedBlock] = []
+        for key in decode(LookupRequest, body).block_keys:
+            if key not in keys:
+                break
+            found.append(MatchedBlock(block_key=key, replicas=(record_of(key, holder),)))
+        self.answer(number, LookupAnswer(matched=len(found), blocks=tuple(found)))
 
     def grant_leases(self) -> None:
         for number, _ in self.calls(CreateLease):

@@ -22,6 +22,7 @@ from kvsp_core.ext_messages import (
 )
 from kvsp_core.heads import Response
 from kvsp_core.identity import CompatibilityDescriptor, component_id
+from kvsp_core.index_parts import IndexParts
 from kvsp_core.machines.session import SessionTimes
 from kvsp_core.messages import (
     CheckpointRecorded,
@@ -93,6 +94,8 @@ DESCRIPTOR = CompatibilityDescriptor(
 )
 COMPAT = DESCRIPTOR.compat_id
 KEYS = tuple(f"{number:064x}" for number in range(1, 5))
+SPREAD = tuple(f"{number:x}" + 63 * "0" for number in (1, 9, 8, 2))
+"""Keys in both parts of an index that has two."""
 POLICY = Policy(
     {
         FE: [RoleName.FRONT_END],
@@ -579,15 +582,29 @@ def test_of_two_scopes_the_longer_prefix_counts(talk: Talk) -> None:
 def test_an_index_that_cannot_be_reached_makes_a_placement_worse_and_not_impossible() -> None:
     talk = Talk(placement={"index_uris": ("https://is1.example/", "https://is2.example/")})
     talk.report(A)
-    number = talk.send(FE, PlaceRequest(), placement())
-    (call,) = talk.calls.values()
-    assert call.base_uri == "https://is1.example/"
-    talk.give(CallFailed(talk.calls.pop(call.call_id).call_id, "timed out"))
-    (call,) = talk.calls.values()
-    assert call.base_uri == "https://is2.example/"
+    number = talk.send(FE, PlaceRequest(), placement(SPREAD))
+    first, second = talk.calls.values()
+    talk.give(CallFailed(talk.calls.pop(first.call_id).call_id, "timed out"))
     assert number not in talk.answers
-    talk.reply(call, status=503)
+    talk.reply(second, status=503)
     assert talk.answers[number][0].status == 201
+
+
+@pytest.mark.requirement("OP-3", "LK-1")
+def test_each_part_of_the_index_is_asked_for_the_keys_that_belong_to_it() -> None:
+    parts = IndexParts(("https://is1.example/", "https://is2.example/"))
+    talk = Talk(placement={"index_uris": parts.uris})
+    talk.report(A)
+    talk.replicas = {key: (replica(key),) for key in SPREAD}
+    number = talk.send(FE, PlaceRequest(), placement(SPREAD))
+    calls = {call.base_uri: call for call in talk.calls.values()}
+    for part in reversed(parts.uris):
+        assert number not in talk.answers
+        asked = decode(LookupRequest, calls[part].body)  # type: ignore[arg-type]
+        assert asked.block_keys == tuple(key for key in SPREAD if parts.of(key) == part)
+        talk.look_up(calls[part])
+    answer = decode(PlacementAnswer, talk.answers[number][1])
+    assert answer.candidates[0].fetched_tokens == len(SPREAD) * DESCRIPTOR.block_tokens
 
 
 def test_an_unknown_model_is_asked_for_and_its_descriptor_not_believed_but_computed() -> None:

@@ -11,6 +11,7 @@ from kvsp_core.bodies import decode
 from kvsp_core.container import decode_container, encode_container
 from kvsp_core.container_header import ContainerHeader
 from kvsp_core.ext_messages import LeaseListing
+from kvsp_core.index_parts import IndexParts
 from kvsp_core.machines.lease import LeaseTable
 from kvsp_core.messages import LeaseGranted, LeaseRenewal
 from kvsp_core.problems import DIGEST_MISMATCH, Problem
@@ -561,6 +562,22 @@ def test_descriptors_are_told_once_and_again_to_an_index_that_forgot() -> None:
     assert set(loop.index_answers()) == {("PUT", K[0]), ("PUT", K[1])}
     loop.at(4000)
     assert ("PUT", COMPAT) in loop.index_answers()
+
+
+@pytest.mark.requirement("OP-3", "PB-3")
+def test_a_record_goes_to_the_part_of_the_index_that_its_key_belongs_to() -> None:
+    parts = IndexParts(("https://is1.example/", "https://is2.example/"))
+    loop = Loop(index_uris=parts.uris).start()
+    for key in K[:3]:
+        loop.put(key)
+    used = {parts.of(key) for key in K[:3]}
+    assert len(used) == 2
+    told = {(call.base_uri, call.request.path.split("/")[-1]) for call in loop.calls.values()}
+    assert told == {(parts.of(key), key) for key in K[:3]} | {(part, COMPAT) for part in used}
+    loop.index_answers()
+    loop.do(loop.holder.lost(NAMES[0], 0))
+    (withdrawal,) = loop.calls.values()
+    assert (withdrawal.request.method, withdrawal.base_uri) == ("DELETE", parts.of(K[0]))
 
 
 def test_a_holder_without_an_index_publishes_nothing() -> None:

@@ -8,6 +8,7 @@ import pytest
 from kvsp_core.block_keys import block_keys
 from kvsp_core.bodies import decode
 from kvsp_core.ext_messages import AttendRequest, OutputEnd, OutputRequest
+from kvsp_core.index_parts import IndexParts
 from kvsp_core.messages import (
     DirectiveStatus,
     FetchRange,
@@ -46,7 +47,15 @@ from kvsp_core.resources import (
 )
 from kvsp_core.roles import engine
 from kvsp_core.roles.authorization import Policy
-from kvsp_core.roles.role import BlockName, JobDone, OutputReady, ReadBlock, ReceiveBody, RequestEnded
+from kvsp_core.roles.role import (
+    BlockName,
+    CancelCall,
+    JobDone,
+    OutputReady,
+    ReadBlock,
+    ReceiveBody,
+    RequestEnded,
+)
 from tests.unit.roles.instance_world import (
     CACHE,
     FE,
@@ -455,6 +464,32 @@ def test_a_request_waits_for_its_directive_and_no_longer_than_its_deadline() -> 
     world.answer_lookups(*KEYS)
     world.later(500)
     assert world.of(engine.StartSequence)[0].cached_tokens == 0
+
+
+@pytest.mark.requirement("OP-3", "PF-1")
+def test_what_is_prefetched_is_looked_up_at_the_parts_of_the_index_that_its_keys_belong_to() -> None:
+    parts = IndexParts(("https://is1.example/", "https://is2.example/"))
+    world = World(index_uris=parts.uris)
+    keys = key_of(tuple(range(200)))
+    world.ask(PC, PrefetchBlocks(), directive(*keys))
+    asked = {each.call.base_uri: decode(LookupRequest, each.call.body) for _, each in world.calls(Lookup)}  # type: ignore[arg-type]
+    assert asked.keys() == {parts.of(key) for key in keys} == set(parts.uris)
+    assert all(parts.of(key) == part for part, request in asked.items() for key in request.block_keys)
+    (first, _), (second, _) = world.calls(Lookup)
+    world.answer_lookup(first, *keys)
+    assert world.calls(CreateLease) == []
+    world.answer_lookup(second, *keys)
+    assert world.calls(CreateLease)
+
+
+@pytest.mark.requirement("OP-3", "PF-4")
+def test_a_lookup_that_a_part_of_the_index_does_not_answer_is_given_up_at_the_others() -> None:
+    parts = IndexParts(("https://is1.example/", "https://is2.example/"))
+    world = World(index_uris=parts.uris)
+    world.ask(PC, PrefetchBlocks(), directive(*key_of(tuple(range(200)))))
+    (first, _), (second, _) = world.calls(Lookup)
+    world.fail(first)
+    assert [effect.call_id for effect in world.of(CancelCall)] == [second]
 
 
 @pytest.mark.requirement("PF-2")
