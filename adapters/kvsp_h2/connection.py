@@ -1,22 +1,20 @@
 """What both ends of an HTTP/2 connection share: windows, exchanges, timeouts and limits; no I/O.
 
-`kvsp_h2.http2` makes a server and a client of it. The library ``h2`` keeps the states of the connection and
-its streams, HPACK and the control frames. DATA frames, which carry all that is large, are written and read
-here, under the checks that ``h2`` would make. So are header blocks, for the time it takes ``h2``, and
-GOAWAY, since ``h2`` allows nothing after it.
+`kvsp_h2.http2` makes a server and a client of it. The library ``h2`` keeps the settings of both ends and
+answers SETTINGS and PING; its HPACK is behind `kvsp_h2.heads`. Everything that comes with each request, and
+the octets of bodies above all, is dealt with here, under the checks that ``h2`` would make: it takes a
+fraction of the time.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from typing import ClassVar, Final, cast
+from typing import ClassVar, Final
 
 from h2 import events as h2_events
 from h2.errors import ErrorCodes
 from h2.exceptions import ProtocolError
-from h2.stream import H2Stream, StreamInputs
-from hpack import HPACKError, OversizedHeaderListError
 
 from kvsp_core.errors import LocalProtocolError
 from kvsp_h2.events import (
@@ -29,33 +27,33 @@ from kvsp_h2.events import (
     GoingAway,
     OutputReady,
 )
-from kvsp_h2.exchange import Budget, Exchange, HeadEncoder, Lingering
-from kvsp_h2.fields import HeaderList, Malformed, check_trailers
+from kvsp_h2.exchange import Budget, Exchange, Lingering
+from kvsp_h2.fields import Malformed, check_trailers
 from kvsp_h2.frames import (
     GOAWAY,
     HEAD_BYTES,
+    PUSH_PROMISE,
     RST_STREAM,
+    WINDOW_UPDATE,
     Buffer,
     Fault,
     FrameReader,
-    data_head,
     goaway,
     header_frames,
     rst_stream,
     window_update,
 )
+from kvsp_h2.heads import HeadDecoder, HeadEncoder, ReceivedHead
 from kvsp_h2.limits import WireLimits
+from kvsp_h2.sending import DEFAULT_WINDOW, Sender
 from kvsp_h2.state import start_protocol
 
 __all__ = ["DRAIN_PING", "HIGHEST_STREAM", "Connection"]
 
-_DEFAULT_WINDOW: Final = 65_535
 HIGHEST_STREAM: Final = 2**31 - 1
 _HEADER_TABLE_BYTES: Final = 4096
 _OUTPUT_BYTES: Final = 256 << 10
 """About what `data_to_send` returns at a time."""
-_TURN_BYTES: Final = 128 << 10
-"""What one exchange may send before it is the next one's turn."""
 _WORTH_PLACING_BYTES: Final = 32 << 10
 """Data of a frame from which on it is put where it belongs instead of being passed on."""
 _REMEMBERED: Final = 256
@@ -85,19 +83,20 @@ class Connection:
         self._limits = limits
         self._now_ms = now_ms
         self._h2 = start_protocol(limits, client=self._CLIENT)
-        self._heads = HeadEncoder(self._h2.encoder)
+        self._encoder = HeadEncoder(self._h2.encoder)
+        self._decoder = HeadDecoder(self._h2.decoder)
+        self._sender = Sender()
         self._reader = FrameReader(self, limits)
         self._control = bytearray(self._h2.data_to_send())
-        if limits.connection_window_bytes > _DEFAULT_WINDOW:
-            self._control += window_update(0, limits.connection_window_bytes - _DEFAULT_WINDOW)
+        if limits.connection_window_bytes > DEFAULT_WINDOW:
+            self._control += window_update(0, limits.connection_window_bytes - DEFAULT_WINDOW)
         self._events: deque[Event] = deque()
         self._exchanges: dict[int, Exchange] = {}
         self._over: OrderedDict[int, bool] = OrderedDict()
         """The last streams that are over, and whether by a reset: late frames are then expected."""
         self._lingering = Lingering(limits.max_streams)
-        self._ready: deque[Exchange] = deque()
-        self._starved: list[Exchange] = []
-        """Exchanges with output that wait for the window of the connection."""
+        self._opened_here = self._opened_there = 0
+        """The highest streams that we and the peer have opened."""
         self._window = limits.connection_window_bytes
         self._credit = 0
         self._incoming: Exchange | None = None
@@ -184,78 +183,25 @@ class Connection:
     def data_to_send(self) -> bytes:
         """Return the octets to send next, some 256 KiB at most; empty where there are none."""
         parts: list[Buffer] = []
-        if self._control:
-            parts.append(bytes(self._control))
-            self._control.clear()
+        self._take_control(parts)
         room = 0 if self._ended else _OUTPUT_BYTES
-        while room > HEAD_BYTES and self._ready:
-            exchange = self._ready.popleft()
-            exchange.queued = False
-            if exchange.gone:
-                continue
-            if exchange.out_bytes and self._h2.outbound_flow_control_window <= 0:
-                exchange.queued = True
-                self._starved.append(exchange)
-                continue
-            room -= self._put_into_frames(exchange, min(room, _TURN_BYTES) if self._ready else room, parts)
+        while room > HEAD_BYTES and (exchange := self._sender.next_turn()) is not None:
+            room -= self._sender.put_into_frames(exchange, room, parts)
+            if exchange.pressed and exchange.out_bytes <= self._limits.send_queue_bytes // 2:
+                exchange.pressed = False
+                if not exchange.out_end:
+                    self._events.append(OutputReady(exchange.stream_id))
             if exchange.out_end and not exchange.out_bytes:
                 self._output_ended(exchange)
             else:
-                self._queue(exchange)
-            if self._control:
-                parts.append(bytes(self._control))
-                self._control.clear()
+                self._sender.queue(exchange)
+            self._take_control(parts)
         return b"".join(parts)
 
-    def _put_into_frames(self, exchange: Exchange, room: int, parts: list[Buffer]) -> int:
-        """Append DATA frames as far as room, windows and what there is go; return the octets of frames."""
-        stream, out = exchange.state, exchange.out
-        protocol, stream_id = self._h2, exchange.stream_id
-        largest = protocol.max_outbound_frame_size
-        # Heads count too, so that what goes out at a time fills records of TLS evenly.
-        heads_bytes = -(-room // (largest + HEAD_BYTES)) * HEAD_BYTES
-        window = min(protocol.outbound_flow_control_window, stream.outbound_flow_control_window)
-        count = min(room - heads_bytes, exchange.out_bytes, window)
-        if count <= 0:
-            if exchange.out_end and not exchange.out_bytes:
-                parts.append(data_head(stream_id, 0, True))
-            return 0
-        last = exchange.out_end and count == exchange.out_bytes
-        full = data_head(stream_id, largest, False)
-        piece, at, left = out.popleft(), 0, count
-        while left:
-            length = largest if left > largest else left
-            left -= length
-            parts.append(
-                full if left and length == largest else data_head(stream_id, length, last and not left)
-            )
-            while (rest := piece.nbytes - at) < length:
-                parts.append(piece[at:])
-                length -= rest
-                piece, at = out.popleft(), 0
-            parts.append(piece[at : at + length])
-            at += length
-        if at < piece.nbytes:
-            out.appendleft(piece[at:])
-        protocol.outbound_flow_control_window -= count
-        stream.outbound_flow_control_window -= count
-        exchange.out_bytes -= count
-        exchange.sent_bytes += count
-        exchange.moved = True
-        if exchange.pressed and exchange.out_bytes <= self._limits.send_queue_bytes // 2:
-            exchange.pressed = False
-            if not exchange.out_end:
-                self._events.append(OutputReady(exchange.stream_id))
-        return count + heads_bytes
-
-    def _queue(self, exchange: Exchange) -> None:
-        """Give an exchange a turn, where it has output and its peer has room for it."""
-        if exchange.queued or not exchange.has_output:
-            return
-        if exchange.out_bytes and exchange.state.outbound_flow_control_window <= 0:
-            return
-        exchange.queued = True
-        self._ready.append(exchange)
+    def _take_control(self, parts: list[Buffer]) -> None:
+        if self._control:
+            parts.append(bytes(self._control))
+            self._control.clear()
 
     def send_data(self, stream_id: int, data: Buffer, *, end: bool = False) -> bool:
         """Queue octets of a body; they are kept, not copied, until they are sent. `end` ends the body.
@@ -273,7 +219,7 @@ class Connection:
             exchange.out.append(octets)
             exchange.out_bytes += octets.nbytes
         exchange.out_end = end
-        self._queue(exchange)
+        self._sender.queue(exchange)
         exchange.pressed = exchange.out_bytes >= self._limits.send_queue_bytes
         return not exchange.pressed
 
@@ -359,7 +305,6 @@ class Connection:
         if self._frame_ends and exchange is None:
             self._lingering.discard(self._incoming_id)
         if self._frame_ends and exchange is not None and not exchange.gone:
-            exchange.state.state_machine.process_input(StreamInputs.RECV_END_STREAM)
             self._end_body(exchange)
 
     def _refuse_data(self, stream_id: int, exchange: Exchange | None) -> None:
@@ -404,43 +349,53 @@ class Connection:
         self._count_chatter()
 
     def frame_arrives(self, kind: int, stream_id: int, frame: Buffer) -> None:
-        """Give a control frame to h2, and take what it says."""
-        if kind == GOAWAY:
-            octets = memoryview(frame)
-            last, code = int.from_bytes(octets[9:13], "big"), int.from_bytes(octets[13:17], "big")
-            self._receive_goaway(last & HIGHEST_STREAM, code)
-            return
-        if kind == RST_STREAM:
-            self._lingering.discard(stream_id)
-            if self._is_idle(stream_id):  # h2 lets that pass
-                raise Fault(ErrorCodes.PROTOCOL_ERROR, "RST_STREAM on a stream that was never opened")
+        """Deal with any other frame, or have h2 do it."""
+        octets = memoryview(frame)
+        if kind == WINDOW_UPDATE:
+            self._receive_window(stream_id, _number(octets[9:13]) & HIGHEST_STREAM)
+        elif kind == RST_STREAM:
+            self._receive_reset(stream_id, _number(octets[9:13]))
+        elif kind == GOAWAY:
+            self._receive_goaway(_number(octets[9:13]) & HIGHEST_STREAM, _number(octets[13:17]))
+        elif kind == PUSH_PROMISE:
+            raise Fault(ErrorCodes.PROTOCOL_ERROR, "nobody may push here")
+        else:
+            self._let_h2_receive(frame)
+
+    def _let_h2_receive(self, frame: Buffer) -> None:
+        """Give SETTINGS or PING to h2, and take what it says."""
         try:
             events = self._h2.receive_data(frame)
         except ProtocolError as error:
             self._h2.clear_outbound_data_buffer()
             raise Fault(ErrorCodes(error.error_code), "a frame is not as HTTP/2 allows") from None
         for event in events:
-            self._receive_event(event)
+            match event:
+                case h2_events.RemoteSettingsChanged():
+                    self._count_chatter()
+                    self._receive_settings()
+                case h2_events.PingReceived() | h2_events.SettingsAcknowledged():
+                    self._count_chatter()
+                case h2_events.PingAckReceived(ping_data=data):
+                    if data == DRAIN_PING and self._goaway_due_ms is not None:
+                        self._stop_accepting()
+                case _:
+                    pass
 
     def block_arrives(self, stream_id: int, block: bytes, ends: bool) -> None:
         """Decode a header block, which has to be done whatever its stream is (RFC 9113, 4.3)."""
-        try:
-            headers = cast(HeaderList, self._h2.decoder.decode(block, raw=True))
-        except OversizedHeaderListError:
-            raise Fault(ErrorCodes.ENHANCE_YOUR_CALM, "a header list is too large") from None
-        except HPACKError:
-            raise Fault(ErrorCodes.COMPRESSION_ERROR, "a header block cannot be decoded") from None
+        head = self._decoder.decode(block)
         exchange = self._exchanges.get(stream_id)
         if exchange is None:
-            self._receive_first_block(stream_id, headers, ends)
+            self._receive_first_block(stream_id, head, ends)
         elif exchange.body_ended:
             self._abandon(exchange, ErrorCodes.STREAM_CLOSED, "fields came after the end of a message")
         elif exchange.head_received:
-            self._receive_trailers(exchange, headers, ends)
+            self._receive_trailers(exchange, head, ends)
         else:
-            self._receive_response_block(exchange, headers, ends)
+            self._receive_response_block(exchange, head, ends)
 
-    def _receive_first_block(self, stream_id: int, headers: HeaderList, ends: bool) -> None:
+    def _receive_first_block(self, stream_id: int, head: ReceivedHead, ends: bool) -> None:
         """Take a header block on a stream that has no exchange."""
         if self._is_idle(stream_id) or stream_id not in self._over:
             raise Fault(ErrorCodes.PROTOCOL_ERROR, "HEADERS on a stream that they cannot open")
@@ -448,48 +403,39 @@ class Connection:
             raise Fault(ErrorCodes.STREAM_CLOSED, "HEADERS on a stream that has ended")
         self._count_chatter()
 
-    def _receive_response_block(self, exchange: Exchange, headers: HeaderList, ends: bool) -> None:
+    def _receive_response_block(self, exchange: Exchange, head: ReceivedHead, ends: bool) -> None:
         """Take a header block before the head of the peer's message; servers have none such."""
 
-    def _receive_event(self, event: h2_events.Event) -> None:
-        match event:
-            case h2_events.WindowUpdated():
-                self._receive_window(event.stream_id, event.delta)
-            case h2_events.StreamReset():
-                self._receive_reset(event)
-            case h2_events.RemoteSettingsChanged():
-                self._receive_settings()
-            case h2_events.PingReceived() | h2_events.SettingsAcknowledged():
-                self._count_chatter()
-            case h2_events.PingAckReceived():
-                if event.ping_data == DRAIN_PING and self._goaway_due_ms is not None:
-                    self._stop_accepting()
-            case _:
-                pass
-
     def _receive_window(self, stream_id: int, increment: int) -> None:
-        """Let what waited for room have its turn."""
+        """Let what waited for room have its turn (RFC 9113, 6.9)."""
+        if not increment:
+            raise Fault(ErrorCodes.PROTOCOL_ERROR, "a window is opened by nothing")
         if increment < _SMALL_INCREMENT:
             self._count_chatter()
-        if stream_id == 0:
-            self._ready.extend(self._starved)
-            self._starved.clear()
+        if not stream_id:
+            self._sender.open_window(increment)
         elif (exchange := self._exchanges.get(stream_id)) is not None:
-            self._queue(exchange)
+            try:
+                self._sender.open_stream_window(exchange, increment)
+            except Fault as fault:
+                self._abandon(exchange, fault.code, f"the peer broke the protocol: {fault.code.name}")
+        elif self._is_idle(stream_id):
+            raise Fault(ErrorCodes.PROTOCOL_ERROR, "WINDOW_UPDATE on a stream that was never opened")
 
     def _receive_settings(self) -> None:
-        self._count_chatter()
         self._settled = True
-        encoder = self._h2.encoder
-        if encoder.header_table_size > _HEADER_TABLE_BYTES:
-            encoder.header_table_size = _HEADER_TABLE_BYTES
-        for exchange in self._exchanges.values():
-            self._queue(exchange)
+        protocol = self._h2
+        if protocol.encoder.header_table_size > _HEADER_TABLE_BYTES:
+            protocol.encoder.header_table_size = _HEADER_TABLE_BYTES
+        self._sender.largest = protocol.max_outbound_frame_size
+        self._sender.change_initial_window(
+            protocol.remote_settings.initial_window_size, self._exchanges.values()
+        )
 
-    def _receive_trailers(self, exchange: Exchange, headers: HeaderList, ends: bool) -> None:
+    def _receive_trailers(self, exchange: Exchange, head: ReceivedHead, ends: bool) -> None:
         """End a body by its trailers; what they say is nobody's business here."""
         try:
-            check_trailers(headers)
+            check_trailers(head.headers)
             if not ends:
                 raise Malformed("fields came in the middle of a message")
             if exchange.expected is not None and exchange.received != exchange.expected:
@@ -497,31 +443,28 @@ class Connection:
         except Malformed as error:
             self._abandon(exchange, ErrorCodes.PROTOCOL_ERROR, str(error))
         else:
-            exchange.state.state_machine.process_input(StreamInputs.RECV_END_STREAM)
             self._end_body(exchange)
 
-    def _receive_reset(self, event: h2_events.StreamReset) -> None:
-        """End an exchange that the peer gave up, or that h2 reset for what the peer did."""
-        self._count_reset()
-        exchange = self._exchanges.get(event.stream_id)
+    def _receive_reset(self, stream_id: int, code: int) -> None:
+        """End an exchange that the peer gave up."""
+        if self._is_idle(stream_id):
+            raise Fault(ErrorCodes.PROTOCOL_ERROR, "RST_STREAM on a stream that was never opened")
+        exchange = self._exchanges.get(stream_id)
         if exchange is None:
+            if not self._lingering.discard(stream_id):
+                self._count_chatter()
             return
-        name = ErrorCodes(event.error_code).name if event.error_code in _CODES else "an unknown code"
-        if event.remote_reset:
-            exchange.was_reset = True
-            refused = self._CLIENT and event.error_code == ErrorCodes.REFUSED_STREAM
-            self._finish(exchange, reason=f"reset by the peer: {name}", unprocessed=refused)
-        else:
-            exchange.was_reset = True
-            self._finish(exchange, reason=f"the peer broke the protocol: {name}")
+        self._count_reset()
+        exchange.was_reset = True
+        refused = self._CLIENT and code == ErrorCodes.REFUSED_STREAM
+        self._finish(exchange, reason=f"reset by the peer: {_name(code)}", unprocessed=refused)
 
     def _receive_goaway(self, last_stream_id: int, code: int) -> None:
         if not self._peer_left:
             self._peer_left = True
             self._events.append(GoingAway())
-        name = ErrorCodes(code).name if code in _CODES else "an unknown code"
         if code:
-            self._parting_words = f"the peer ended the connection: {name}"
+            self._parting_words = f"the peer ended the connection: {_name(code)}"
         if self._CLIENT:
             for exchange in [e for i, e in self._exchanges.items() if i > last_stream_id]:
                 reason = self._parting_words or "the server is going away"
@@ -539,18 +482,9 @@ class Connection:
 
     # Exchanges -------------------------------------------------------------------------------------------
 
-    def _open(self, stream_id: int, sent_or_received: StreamInputs) -> Exchange:
-        """Open a stream, as h2 would, and an exchange on it."""
-        protocol = self._h2
-        stream = H2Stream(
-            stream_id,
-            protocol.config,
-            protocol.local_settings.initial_window_size,
-            protocol.remote_settings.initial_window_size,
-        )
-        stream.state_machine.process_input(sent_or_received)
-        protocol.streams[stream_id] = stream
-        exchange = Exchange(stream_id, stream, self._limits.stream_window_bytes)
+    def _open(self, stream_id: int) -> Exchange:
+        """Open a stream and an exchange on it."""
+        exchange = Exchange(stream_id, self._limits.stream_window_bytes, self._sender.initial_window)
         self._exchanges[stream_id] = exchange
         if self._look_due_ms is None:
             self._look_due_ms = self._now_ms + self._limits.idle_body_ms
@@ -558,24 +492,17 @@ class Connection:
 
     def _is_idle(self, stream_id: int) -> bool:
         """Return whether a stream was never opened by whom its number belongs to."""
-        if stream_id % 2 == self._CLIENT:
-            return stream_id > self._h2.highest_outbound_stream_id
-        return stream_id > self._h2.highest_inbound_stream_id
+        return stream_id > (self._opened_here if stream_id % 2 == self._CLIENT else self._opened_there)
 
-    def _send_head(self, exchange: Exchange, headers: HeaderList, *, end: bool) -> None:
+    def _send_head(self, exchange: Exchange, block: bytes, *, end: bool) -> None:
         """Send the head of our message; nothing follows it where `end` is true."""
-        protocol = self._h2
-        block = self._heads.encode(headers)
-        self._control += header_frames(exchange.stream_id, block, protocol.max_outbound_frame_size, end=end)
+        self._control += header_frames(exchange.stream_id, block, self._sender.largest, end=end)
         exchange.head_sent = True
         exchange.out_end = exchange.out_ended = end
-        if end:
-            exchange.state.state_machine.process_input(StreamInputs.SEND_END_STREAM)
 
     def _output_ended(self, exchange: Exchange) -> None:
         """Note that the last octet of our message is in its frame."""
         exchange.out_ended = True
-        exchange.state.state_machine.process_input(StreamInputs.SEND_END_STREAM)
 
     def _abandon(self, exchange: Exchange, code: ErrorCodes, reason: str) -> None:
         """Reset a stream from our side and end its exchange."""
@@ -583,7 +510,6 @@ class Connection:
         self._finish(exchange, reason=reason)
 
     def _reset_stream(self, exchange: Exchange, code: ErrorCodes) -> None:
-        exchange.state.state_machine.process_input(StreamInputs.SEND_RST_STREAM)
         self._control += rst_stream(exchange.stream_id, code)
         exchange.was_reset = True
 
@@ -598,7 +524,6 @@ class Connection:
 
     def _forget(self, exchange: Exchange) -> None:
         del self._exchanges[exchange.stream_id]
-        del self._h2.streams[exchange.stream_id]
         self._over[exchange.stream_id] = exchange.was_reset
         if len(self._over) > _REMEMBERED:
             self._over.popitem(last=False)
@@ -627,7 +552,7 @@ class Connection:
         """Tell the peer the last stream that is served, and hold it to that."""
         self._goaway_due_ms = None
         self._stopped = True
-        self._last_accepted = self._h2.highest_inbound_stream_id
+        self._last_accepted = self._opened_there
         self._control += goaway(self._last_accepted, ErrorCodes.NO_ERROR)
         if not self._exchanges:
             self._end("")
@@ -639,7 +564,7 @@ class Connection:
         self._ended = True
         self._reader.stop()
         if code or not self._stopped:
-            self._control += goaway(self._h2.highest_inbound_stream_id, code)
+            self._control += goaway(self._opened_there, code)
         for exchange in list(self._exchanges.values()):
             self._finish(exchange, reason=reason or "the connection was closed")
         self._drop_due_ms = self._now_ms + self._limits.close_ms
@@ -732,3 +657,11 @@ class Connection:
         if len(self._control) > self._limits.max_control_bytes and not self._ended:
             self._end("the peer does not read")
             self._dropped = True
+
+
+def _number(octets: memoryview) -> int:
+    return int.from_bytes(octets, "big")
+
+
+def _name(code: int) -> str:
+    return ErrorCodes(code).name if code in _CODES else "an unknown code"

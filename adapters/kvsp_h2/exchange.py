@@ -1,20 +1,11 @@
-"""One exchange on a stream, and what a connection keeps for all of them: budgets, heads, streams that
-linger."""
+"""One exchange on a stream, and what a connection keeps for all of them: budgets, and streams that linger."""
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from typing import Final
 
-from h2.stream import H2Stream
-from hpack import Encoder
-
-from kvsp_h2.fields import HeaderList
-
-__all__ = ["Budget", "Exchange", "HeadEncoder", "Lingering"]
-
-_KEPT_BLOCKS: Final = 32
+__all__ = ["Budget", "Exchange", "Lingering"]
 
 
 class Budget:
@@ -57,8 +48,8 @@ class Exchange:
         "pressed",
         "queued",
         "received",
+        "send_window",
         "sent_bytes",
-        "state",
         "stream_id",
         "unacknowledged",
         "untold",
@@ -67,9 +58,8 @@ class Exchange:
         "window",
     )
 
-    def __init__(self, stream_id: int, state: H2Stream, window: int) -> None:
+    def __init__(self, stream_id: int, window: int, send_window: int) -> None:
         self.stream_id = stream_id
-        self.state = state
         self.method = ""
         self.gone = False
         """Whether it is over; calls for it do nothing any more."""
@@ -88,6 +78,7 @@ class Exchange:
         self.received = 0
         # What goes out.
         self.head_sent = self.out_end = self.out_ended = False
+        self.send_window = send_window
         self.out: deque[memoryview] = deque()
         self.out_bytes = self.sent_bytes = 0
         self.queued = self.pressed = False
@@ -103,31 +94,6 @@ class Exchange:
     def has_output(self) -> bool:
         """Whether there is something to put into frames."""
         return self.out_bytes > 0 or (self.out_end and not self.out_ended)
-
-
-class HeadEncoder:
-    """Encodes header lists and keeps the last blocks, since HPACK in Python is most of the cost of a small
-    message. Huffman's code is left out: it would cost both ends more than the octets it saves.
-
-    Values stay out of the compression tables of both ends: a block means the same each time it is sent.
-    """
-
-    def __init__(self, encoder: Encoder) -> None:
-        self._encoder = encoder
-        self._blocks: dict[tuple[tuple[bytes, bytes], ...], bytes] = {}
-
-    def encode(self, headers: HeaderList) -> bytes:
-        """Return a header block."""
-        key = tuple(headers)
-        block = None if self._encoder.header_table.resized else self._blocks.get(key)
-        if block is None:
-            resized = self._encoder.header_table.resized
-            block = self._encoder.encode([(name, value, True) for name, value in headers], huffman=False)
-            if len(self._blocks) >= _KEPT_BLOCKS:
-                self._blocks.clear()
-            if not resized:  # else it begins with the new size, which is said once
-                self._blocks[key] = block
-        return block
 
 
 class Lingering:
@@ -146,9 +112,9 @@ class Lingering:
         """Let a stream linger; times only go up."""
         self._due_ms[stream_id] = due_ms
 
-    def discard(self, stream_id: int) -> None:
-        """Forget a stream that has ended by itself."""
-        self._due_ms.pop(stream_id, None)
+    def discard(self, stream_id: int) -> bool:
+        """Forget a stream that has ended by itself; return whether it lingered."""
+        return self._due_ms.pop(stream_id, None) is not None
 
     def take_due(self, now_ms: int) -> list[int]:
         """Return, and forget, the streams whose time is over, and the oldest of those that are too many."""

@@ -22,7 +22,9 @@ __all__ = [
     "HEADERS",
     "HEAD_BYTES",
     "PREFACE",
+    "PUSH_PROMISE",
     "RST_STREAM",
+    "WINDOW_UPDATE",
     "Buffer",
     "Fault",
     "FrameReader",
@@ -61,7 +63,10 @@ def data_head(stream_id: int, length: int, ends: bool) -> bytes:
 
 def header_frames(stream_id: int, block: bytes, largest: int, *, end: bool) -> bytes:
     """Return a header block as HEADERS and, where it is larger than a frame may be, CONTINUATION frames."""
-    pieces = [block[at : at + largest] for at in range(0, len(block), largest)] or [b""]
+    size = len(block)
+    if size <= largest:
+        return _HEAD.pack(size >> 8, size & 255, HEADERS, END_HEADERS | end, stream_id) + block
+    pieces = [block[at : at + largest] for at in range(0, size, largest)]
     frames = []
     for number, piece in enumerate(pieces):
         kind = CONTINUATION if number else HEADERS

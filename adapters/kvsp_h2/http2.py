@@ -7,12 +7,11 @@ that cannot be read. No body is compressed (decision W23).
 
 from __future__ import annotations
 
-from typing import ClassVar, Final
+from typing import ClassVar, Final, NamedTuple
 from urllib.parse import urlsplit
 
 import attrs
 from h2.errors import ErrorCodes
-from h2.stream import StreamInputs
 
 from kvsp_core.answers import problem_response
 from kvsp_core.errors import LocalProtocolError, RemoteProtocolError
@@ -21,7 +20,6 @@ from kvsp_core.heads import (
     Response,
     request_fields,
     request_from_fields,
-    response_fields,
     response_from_fields,
 )
 from kvsp_core.problems import BAD_REQUEST, UNKNOWN_RESOURCE, Problem, blank
@@ -40,8 +38,9 @@ from kvsp_h2.events import (
     ResponseReceived,
 )
 from kvsp_h2.exchange import Exchange
-from kvsp_h2.fields import HeaderList, Malformed, RequestHead, list_bytes, request_head, response_head
+from kvsp_h2.fields import HeaderList, Malformed, request_head, response_head
 from kvsp_h2.frames import PREFACE, Buffer, Fault, goaway, header_frames
+from kvsp_h2.heads import ReceivedHead
 from kvsp_h2.limits import WireLimits
 
 __all__ = [
@@ -64,7 +63,6 @@ __all__ = [
 
 _DRAIN_PING_MS: Final = 1000
 """Time for a client to learn that a server is going away, before it is held to it."""
-_FRAME_BYTES: Final = 16_384
 _DEFAULT_LIMITS: Final = WireLimits()
 _ASSUMED_STREAMS: Final = 100
 """Requests at a time until the server has said how many it allows."""
@@ -80,6 +78,19 @@ def http1_refusal(status: str, text: str) -> bytes:
 
 
 _OTHER_PROTOCOL: Final = http1_refusal("505 HTTP Version Not Supported", "This service speaks HTTP/2.")
+
+
+class _Asked(NamedTuple):
+    """What the head of a request means: the request, or the problem with it that needs no role."""
+
+    ended: bool
+    method: str
+    expects_continue: bool
+    request: Request | None
+    problem: Problem
+
+
+_NO_PROBLEM: Final = Problem(BAD_REQUEST)
 
 
 class ServerConnection(Connection):
@@ -109,8 +120,8 @@ class ServerConnection(Connection):
         exchange = self._exchanges.get(stream_id)
         if exchange is not None and exchange.wants_continue and not exchange.head_sent:
             exchange.wants_continue = False
-            block = self._h2.encoder.encode([(b":status", b"100")])
-            self._control += header_frames(stream_id, block, _FRAME_BYTES, end=False)
+            block = self._encoder.encode([(b":status", b"100")])
+            self._control += header_frames(stream_id, block, self._sender.largest, end=False)
 
     def respond(self, stream_id: int, response: Response, body: Buffer = b"", *, end: bool = True) -> bool:
         """Answer a request; where `end` is false, more of the body follows by `send_data`.
@@ -128,10 +139,7 @@ class ServerConnection(Connection):
             raise LocalProtocolError("an answer has a status of 200 or more")
         bodiless = exchange.method == "HEAD" or response.status in _BODILESS
         ends = bodiless or (end and not len(body))
-        headers: HeaderList = [(b":status", b"%d" % response.status)]
-        headers += response_fields(response)
-        exchange.state.state_machine.process_input(StreamInputs.SEND_HEADERS)
-        self._send_head(exchange, headers, end=ends)
+        self._send_head(exchange, self._encoder.encode_response(response), end=ends)
         if ends:
             self._finish_answer(exchange)
             return True
@@ -157,51 +165,52 @@ class ServerConnection(Connection):
             self.greet()
         return view[count:]
 
-    def _receive_first_block(self, stream_id: int, headers: HeaderList, ends: bool) -> None:
-        if stream_id % 2 == 0 or stream_id <= self._h2.highest_inbound_stream_id:
-            super()._receive_first_block(stream_id, headers, ends)
+    def _receive_first_block(self, stream_id: int, head: ReceivedHead, ends: bool) -> None:
+        if stream_id % 2 == 0 or stream_id <= self._opened_there:
+            super()._receive_first_block(stream_id, head, ends)
             return
-        self._h2.highest_inbound_stream_id = stream_id
-        exchange = self._open(stream_id, StreamInputs.RECV_HEADERS)
+        self._opened_there = stream_id
+        exchange = self._open(stream_id)
         exchange.head_received = True
         exchange.body_ended = ends
-        if ends:
-            exchange.state.state_machine.process_input(StreamInputs.RECV_END_STREAM)
         if len(self._exchanges) > self._limits.max_streams or stream_id > self._last_accepted:
             self._turn_away(exchange, ErrorCodes.REFUSED_STREAM)
             return
-        self._receive_request(exchange, headers, ends)
-
-    def _receive_request(self, exchange: Exchange, headers: HeaderList, ended: bool) -> None:
-        try:
-            head = request_head(headers)
-            exchange.method = head.method
-            if ended and any(n == b"content-length" and v.strip(b"0") for n, v in head.fields):
-                raise Malformed("its body is missing")
-            request, problem = self._understand(head, list_bytes(headers), ended)
-        except Malformed:
-            self._turn_away(exchange, ErrorCodes.PROTOCOL_ERROR)
+        asked = head.meaning
+        if not isinstance(asked, _Asked) or asked.ended is not ends:
+            try:
+                asked = head.meaning = self._understand(head, ends)
+            except Malformed:
+                self._turn_away(exchange, ErrorCodes.PROTOCOL_ERROR)
+                return
+        exchange.method = asked.method
+        if asked.request is None:
+            self._refuse(exchange, *problem_response(asked.problem))
             return
-        if request is None:
-            self._refuse(exchange, *problem_response(problem))
-            return
-        exchange.expected = request.content_length
-        exchange.wants_continue = head.expects_continue and not ended
-        self._events.append(RequestReceived(exchange.stream_id, request, ended))
+        exchange.expected = asked.request.content_length
+        exchange.wants_continue = asked.expects_continue and not ends
+        self._events.append(RequestReceived(stream_id, asked.request, ends))
 
-    def _understand(self, head: RequestHead, size_bytes: int, ended: bool) -> tuple[Request | None, Problem]:
-        """Return a request, or the problem with it that needs no role."""
-        if size_bytes > self._limits.max_header_list_bytes:
-            return None, Problem(blank(431), "the header list is larger than we allow")
+    def _understand(self, received: ReceivedHead, ended: bool) -> _Asked:
+        """Return what a head asks for, or the problem with it that needs no role. Raises `Malformed`."""
+        head = request_head(received.headers)
+        if ended and any(n == b"content-length" and v.strip(b"0") for n, v in head.fields):
+            raise Malformed("its body is missing")
+
+        def refused(problem: Problem) -> _Asked:
+            return _Asked(ended, head.method, head.expects_continue, None, problem)
+
+        if received.size_bytes > self._limits.max_header_list_bytes:
+            return refused(Problem(blank(431), "the header list is larger than we allow"))
         path, _, query = head.target.partition("?")
         if not path.startswith(self._base_path):
-            return None, Problem(UNKNOWN_RESOURCE, "this service has no resource of that path")
+            return refused(Problem(UNKNOWN_RESOURCE, "this service has no resource of that path"))
         below = path[len(self._base_path) :]
         try:
             request = request_from_fields(head.method, below, query, head.fields, has_body=not ended)
         except RemoteProtocolError as error:
-            return None, Problem(BAD_REQUEST, str(error))
-        return request, Problem(BAD_REQUEST)
+            return refused(Problem(BAD_REQUEST, str(error)))
+        return _Asked(ended, head.method, head.expects_continue, request, _NO_PROBLEM)
 
     def _turn_away(self, exchange: Exchange, code: ErrorCodes) -> None:
         """Reset a stream that nobody was told of."""
@@ -252,7 +261,7 @@ class ClientConnection(Connection):
         if self._ended or self._peer_left or self._stopped:
             return False
         allowed = self._h2.remote_settings.max_concurrent_streams if self._settled else _ASSUMED_STREAMS
-        return len(self._exchanges) < allowed and self._h2.highest_outbound_stream_id < HIGHEST_STREAM - 2
+        return len(self._exchanges) < allowed and self._opened_here < HIGHEST_STREAM - 2
 
     def request(
         self, request: Request, body: Buffer = b"", *, end: bool = True, expect_continue: bool = False
@@ -276,24 +285,23 @@ class ClientConnection(Connection):
         if expect_continue:
             headers.append((b"expect", b"100-continue"))
         ends = end and not len(body)
-        stream_id = self._h2.get_next_available_stream_id()
-        self._h2.highest_outbound_stream_id = stream_id
-        exchange = self._open(stream_id, StreamInputs.SEND_HEADERS)
+        stream_id = self._opened_here = self._opened_here + 2 if self._opened_here else 1
+        exchange = self._open(stream_id)
         exchange.method = request.method
-        self._send_head(exchange, headers, end=ends)
+        self._send_head(exchange, self._encoder.encode(headers), end=ends)
         if not ends:
             self.send_data(stream_id, body, end=end)
         return stream_id
 
-    def _receive_response_block(self, exchange: Exchange, headers: HeaderList, ends: bool) -> None:
+    def _receive_response_block(self, exchange: Exchange, head: ReceivedHead, ends: bool) -> None:
         try:
-            self._receive_response(exchange, headers, ends)
+            self._receive_response(exchange, head, ends)
         except (Malformed, RemoteProtocolError) as error:
             self._abandon(exchange, ErrorCodes.PROTOCOL_ERROR, f"a malformed response: {error}")
 
-    def _receive_response(self, exchange: Exchange, headers: HeaderList, ended: bool) -> None:
-        status, fields = response_head(headers)
-        if list_bytes(headers) > self._limits.max_header_list_bytes:
+    def _receive_response(self, exchange: Exchange, head: ReceivedHead, ended: bool) -> None:
+        status, fields = response_head(head.headers)
+        if head.size_bytes > self._limits.max_header_list_bytes:
             raise Malformed("its header list is larger than we allow")
         if status < 200:
             if status == 101 or ended:
@@ -303,7 +311,6 @@ class ClientConnection(Connection):
             return
         response = response_from_fields(status, fields, has_body=True)
         exchange.head_received = True
-        exchange.state.state_machine.process_input(StreamInputs.RECV_HEADERS)
         bodiless = exchange.method == "HEAD" or status in _BODILESS
         exchange.expected = 0 if bodiless else response.content_length
         if ended and exchange.expected:
@@ -313,7 +320,6 @@ class ClientConnection(Connection):
         self._events.append(ResponseReceived(exchange.stream_id, response, ended))
         if ended:
             exchange.body_ended = True
-            exchange.state.state_machine.process_input(StreamInputs.RECV_END_STREAM)
             self._finish_response(exchange)
 
     def _end_body(self, exchange: Exchange) -> None:

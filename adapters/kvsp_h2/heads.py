@@ -1,0 +1,104 @@
+"""Header blocks both ways (RFC 7541).
+
+HPACK in Python is most of the cost of a small message, and the heads of a busy connection are alike: what
+comes or goes again is neither decoded nor encoded again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, TypeVar, cast
+
+from h2.errors import ErrorCodes
+from hpack import Decoder, Encoder, HPACKError, OversizedHeaderListError
+
+from kvsp_core.heads import Response, response_fields
+from kvsp_h2.fields import HeaderList, list_bytes
+from kvsp_h2.frames import Fault
+
+__all__ = ["HeadDecoder", "HeadEncoder", "ReceivedHead"]
+
+_KEPT: Final = 32
+_KEPT_BYTES: Final = 2048
+"""The largest header list that is kept."""
+_KIND: Final = 0xE0
+_NEW_TABLE_SIZE: Final = 0x20
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class ReceivedHead:
+    """A header list that came, and what its reader made of it: the same object where the same block comes
+    again."""
+
+    __slots__ = ("headers", "meaning", "size_bytes")
+
+    def __init__(self, headers: HeaderList) -> None:
+        self.headers = headers
+        self.size_bytes = list_bytes(headers)
+        self.meaning: object = None
+
+
+class HeadDecoder:
+    """Decodes header blocks. The same octets mean the same as long as the dynamic table stays as it is, so
+    what is kept is thrown away whenever that changes."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._kept: dict[bytes, ReceivedHead] = {}
+
+    def decode(self, block: bytes) -> ReceivedHead:
+        """Return what a header block holds. Raises `Fault`."""
+        if (known := self._kept.get(block)) is not None:
+            return known
+        table = self._decoder.header_table.dynamic_entries
+        newest, count = table[0] if table else None, len(table)
+        try:
+            head = ReceivedHead(cast(HeaderList, self._decoder.decode(block, raw=True)))
+        except OversizedHeaderListError:
+            raise Fault(ErrorCodes.ENHANCE_YOUR_CALM, "a header list is too large") from None
+        except HPACKError:
+            raise Fault(ErrorCodes.COMPRESSION_ERROR, "a header block cannot be decoded") from None
+        if len(table) != count or (table and table[0] is not newest):
+            self._kept.clear()
+        elif head.size_bytes <= _KEPT_BYTES and block[:1] and block[0] & _KIND != _NEW_TABLE_SIZE:
+            _keep(self._kept, block, head)
+        return head
+
+
+class HeadEncoder:
+    """Encodes heads. Values stay out of the compression tables of both ends, so that a block means the same
+    each time it is sent. Huffman's code is left out: it would cost both ends more than the octets it saves.
+    """
+
+    def __init__(self, encoder: Encoder) -> None:
+        self._encoder = encoder
+        self._kept: dict[Response | tuple[tuple[bytes, bytes], ...], bytes] = {}
+
+    def encode(self, headers: HeaderList) -> bytes:
+        """Return the header block of a header list."""
+        return self._encode(tuple(headers), lambda: headers)
+
+    def encode_response(self, response: Response) -> bytes:
+        """Return the header block of a response."""
+        return self._encode(
+            response, lambda: [(b":status", b"%d" % response.status), *response_fields(response)]
+        )
+
+    def _encode(
+        self, key: Response | tuple[tuple[bytes, bytes], ...], headers: Callable[[], HeaderList]
+    ) -> bytes:
+        resized = self._encoder.header_table.resized  # then the block begins with the new size, said once
+        block = None if resized else self._kept.get(key)
+        if block is None:
+            block = self._encoder.encode([(name, value, True) for name, value in headers()], huffman=False)
+            if not resized:
+                _keep(self._kept, key, block)
+        return block
+
+
+def _keep(kept: dict[K, V], key: K, value: V) -> None:
+    if len(kept) >= _KEPT:
+        kept.clear()
+    kept[key] = value
