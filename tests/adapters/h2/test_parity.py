@@ -1,7 +1,8 @@
-"""DATA frames are checked as h2 would check them: the same frames, given to both, have the same verdict.
+"""Frames that h2 does not see are checked as it would check them: given to both, they have the same verdict.
 
-One difference is on purpose: a body whose length is not what its head said ends its stream here, where h2
-ends the connection; the code is the same.
+These are DATA, WINDOW_UPDATE and RST_STREAM; `test_heads` does the same for header blocks. Differences are on
+purpose: a body whose length is not what its head said ends its stream here, where h2 ends the connection, by
+the same code; RST_STREAM on a stream that was never opened ends the connection here, and h2 lets it pass.
 """
 
 from __future__ import annotations
@@ -117,3 +118,76 @@ def test_the_difference_is_one_of_scope() -> None:
     assert back == [(3, 0, 3, struct.pack(">L", 1))]
     assert raw.end.of(ConnectionEnded) == []
     assert raw.end.of(ExchangeEnded)[0].reason == "a body has not the length its head said"  # type: ignore[union-attr]
+
+
+# Frames that open windows and end streams -----------------------------------------------------------------
+
+LARGE = 2**31 - 65_536  # makes the window a peer begins with as large as may be
+moves = st.lists(
+    st.one_of(
+        st.builds(
+            lambda stream_id, increment: frame(8, 0, stream_id, struct.pack(">L", increment)),
+            st.sampled_from([0, 0, 1, 1, 3, 5, 7, 2]),
+            st.sampled_from([0, 1, 1000, 1 << 20, LARGE, LARGE + 1, 2**31 - 1, 1 << 31]),
+        ),
+        st.builds(
+            lambda stream_id, code: frame(3, 0, stream_id, struct.pack(">L", code)),
+            st.sampled_from([1, 3, 5]),
+            st.integers(0, 20),
+        ),
+        st.builds(
+            lambda size: settings((4, size)), st.sampled_from([0, 1, 65_535, 1 << 20, 2**31 - 1, 1 << 31])
+        ),
+    ),
+    max_size=12,
+)
+
+
+def windows_of_h2(sent: list[bytes]) -> tuple[dict[int, int], set[int], int | None]:
+    """Return the windows of connection and streams, the streams that ended, and the code of a fault."""
+    connection = h2.connection.H2Connection(h2.config.H2Configuration(client_side=False))
+    connection.initiate_connection()
+    connection.receive_data(OPENING)
+    ended: set[int] = set()
+    code = None
+    for octets in sent:
+        try:
+            events = connection.receive_data(octets)
+        except h2.exceptions.ProtocolError as error:
+            return {}, ended, int(error.error_code)
+        for event in events:
+            if isinstance(event, h2.events.StreamReset):
+                ended.add(event.stream_id)
+                if not event.remote_reset:
+                    code = int(event.error_code)
+    found = {i: s.outbound_flow_control_window for i, s in connection.streams.items() if i not in ended}
+    return {0: connection.outbound_flow_control_window, **found}, ended, code
+
+
+def ended_streams(raw: Raw) -> set[int]:
+    """Return the streams that ended each for itself, not with the connection."""
+    ends = [event for event in raw.end.events if isinstance(event, ExchangeEnded)]
+    return {event.stream_id for event in ends if event.reason.startswith(("reset by", "the peer broke"))}
+
+
+def windows_of_ours(sent: list[bytes], split: int | None) -> tuple[dict[int, int], set[int], int | None]:
+    raw = Raw(greet=False)
+    raw.send(OPENING)
+    code = None
+    for octets in sent:
+        back = []
+        for at in range(0, len(octets), split or len(octets)):
+            back += raw.send(octets[at : at + (split or len(octets))])
+        codes = [int.from_bytes(f[3][-4:] if f[0] == 3 else f[3][4:8], "big") for f in back if f[0] in (3, 7)]
+        if codes:
+            code = codes[0]
+        if raw.end.connection.ended:
+            return {}, ended_streams(raw), code
+    http = raw.end.http
+    windows = {i: exchange.send_window for i, exchange in http._exchanges.items()}
+    return {0: http._sender._window, **windows}, ended_streams(raw), code
+
+
+@given(moves, st.sampled_from([None, 1, 7]))
+def test_windows_and_resets_have_the_same_verdict(sent: list[bytes], split: int | None) -> None:
+    assert windows_of_ours(sent, split) == windows_of_h2(sent)
