@@ -106,6 +106,8 @@ class Driver:
         self._last_request = 0
         self._calls: dict[int, OutgoingCall] = {}
         self._deadlines: list[tuple[int, int]] = []
+        self._timer_ms: int | None = None
+        """The deadline that the loop was last told."""
         self._buffers: dict[int, BlockBuffer] = {}
         self._ranges = RangeDigests()
         self._inputs: deque[Input] = deque()
@@ -119,13 +121,13 @@ class Driver:
 
     def start(self) -> None:
         """Begin: the role's first effects."""
-        self._guarded(lambda: self.role.start(self._loop.now_ms()))
+        self._guarded(self.role.start)
         self._set_timer()
 
     def let(self, step: Callable[[int], tuple[Effect, ...]]) -> None:
         """Let the role do something that is no input, such as beginning to stop; `step` gets the time."""
         if not self.stopped:
-            self._guarded(lambda: step(self._loop.now_ms()))
+            self._guarded(step)
             self._set_timer()
 
     def handle(self, item: Input) -> None:
@@ -138,18 +140,15 @@ class Driver:
         self._running = True
         try:
             while self._inputs and not self.stopped:
-                item = self._inputs.popleft()
-                self._guarded(partial(self._handled, item))
+                self._guarded(self.role.handle, self._inputs.popleft())
         finally:
             self._running = False
         self._set_timer()
 
-    def _handled(self, item: Input) -> tuple[Effect, ...]:
-        return self.role.handle(item, self._loop.now_ms())
-
-    def _guarded(self, step: Callable[[], tuple[Effect, ...]]) -> None:
+    def _guarded(self, step: Callable[..., tuple[Effect, ...]], *item: Input) -> None:
+        """Let the role take a step, with the time that it is, and carry out what it wants."""
         try:
-            for effect in step():
+            for effect in step(*item, self._loop.now_ms()):
                 self._order(effect)
         except Exception as error:
             self._fail(error)
@@ -207,9 +206,12 @@ class Driver:
             heapq.heappop(self._deadlines)
         if self._deadlines and (deadline is None or self._deadlines[0][0] < deadline):
             deadline = self._deadlines[0][0]
-        self._loop.call_at(deadline, self._timer)
+        if deadline != self._timer_ms:
+            self._timer_ms = deadline
+            self._loop.call_at(deadline, self._timer)
 
     def _timer(self) -> None:
+        self._timer_ms = None
         now_ms = self._loop.now_ms()
         while self._deadlines and self._deadlines[0][0] <= now_ms:
             _, number = heapq.heappop(self._deadlines)

@@ -101,30 +101,30 @@ class ServedRole:
     def on_event(self, link: ServerLink, event: Event) -> None:
         """Take an event of one of the role's connections."""
         driver = self.driver
-        match event:
-            case Established(principal):
-                self._principals[link] = principal
-            case RequestReceived(stream_id, request, ended):
-                exchange = _Exchange(link, stream_id, self._principals.get(link, ""), request)
-                self._exchanges[link, stream_id] = exchange
-                driver.request_received(exchange, ended=ended)
-            case ConnectionEnded():
-                self._principals.pop(link, None)
-            case ExchangeEnded(stream_id, complete, sent_bytes):
-                if over := self._exchanges.pop((link, stream_id), None):
-                    driver.exchange_ended(over, complete=complete, sent_bytes=sent_bytes)
+        match event:  # the most frequent first
             case DataReceived(stream_id, data):
                 if found := self._exchanges.get((link, stream_id)):
                     driver.data_received(found, data)
             case DataPlaced(stream_id, size_bytes):
                 if found := self._exchanges.get((link, stream_id)):
                     driver.data_placed(found, size_bytes)
+            case RequestReceived(stream_id, request, ended):
+                exchange = _Exchange(link, stream_id, self._principals.get(link, ""), request)
+                self._exchanges[link, stream_id] = exchange
+                driver.request_received(exchange, ended=ended)
             case BodyEnded(stream_id):
                 if found := self._exchanges.get((link, stream_id)):
                     driver.body_ended(found)
+            case ExchangeEnded(stream_id, complete, sent_bytes):
+                if over := self._exchanges.pop((link, stream_id), None):
+                    driver.exchange_ended(over, complete=complete, sent_bytes=sent_bytes)
             case OutputReady(stream_id):
                 if found := self._exchanges.get((link, stream_id)):
                     driver.output_ready(found)
+            case Established(principal):
+                self._principals[link] = principal
+            case ConnectionEnded():
+                self._principals.pop(link, None)
             case _:
                 pass
 

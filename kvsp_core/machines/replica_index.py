@@ -14,7 +14,7 @@ from __future__ import annotations
 from binascii import unhexlify
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
-from itertools import chain, islice, repeat
+from itertools import chain, repeat
 from typing import Final, TypeAlias, assert_never
 
 import attrs
@@ -430,11 +430,11 @@ class ReplicaIndex:
 
     def next_deadline_ms(self) -> int | None:
         """Return when to send `TimerFired` next, or None. Records may be gone before: expiry is exact."""
-        deadlines = [until_ms for _, until_ms in islice(self._quarantine.values(), 1)]
-        expiry_ms = self.packed.next_expiry_ms()
-        if expiry_ms is not None:
-            deadlines.append(expiry_ms)
-        return min(deadlines, default=None)
+        due_ms = self.packed.next_expiry_ms()
+        if self._quarantine:
+            _, until_ms = next(iter(self._quarantine.values()))
+            return until_ms if due_ms is None else min(due_ms, until_ms)
+        return due_ms
 
     # Events
 

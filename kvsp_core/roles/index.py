@@ -85,10 +85,11 @@ class Index:
 
     def next_deadline_ms(self) -> int | None:
         """Return when the index next wants `TimerFired`, or None."""
-        deadlines = [self._replicas.next_deadline_ms()]
-        if self._owns_fleet:
-            deadlines.append(self._fleet.next_deadline_ms())
-        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+        due_ms = self._replicas.next_deadline_ms()
+        if not self._owns_fleet:
+            return due_ms
+        other_ms = self._fleet.next_deadline_ms()
+        return other_ms if due_ms is None or (other_ms is not None and other_ms < due_ms) else due_ms
 
     def handle(self, item: Input, now_ms: int) -> tuple[Effect, ...]:
         """Take one input in; return what is to be done."""

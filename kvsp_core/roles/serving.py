@@ -14,14 +14,14 @@ from typing import TypeAlias
 import attrs
 
 from kvsp_core.answers import empty_response, json_response, problem_response
-from kvsp_core.bodies import decode
+from kvsp_core.bodies import decoder
 from kvsp_core.errors import LimitExceeded, RemoteProtocolError
 from kvsp_core.heads import Request
 from kvsp_core.identity import CompatibilityDescriptor
 from kvsp_core.messages import ReshardMessage, decode_reshard
 from kvsp_core.problems import BAD_REQUEST, TOO_LARGE, Problem
 from kvsp_core.registries import JSON_MEDIA_TYPE
-from kvsp_core.resources import Operation, Refusal, Resource, RoleName, Router, check_head, resource_of
+from kvsp_core.resources import Operation, Refusal, RoleName, Router, check_head, resource_of
 from kvsp_core.roles.role import (
     BodyArrived,
     BodyFailed,
@@ -81,6 +81,7 @@ class Desk:
         self._router = Router(served)
         self._allow = allow
         self._awaiting: dict[int, Asked] = {}  # requests whose body is being taken in
+        self._readers: dict[object, Callable[[bytes], object]] = {}
 
     def take(self, item: Intake) -> tuple[Asked | None, tuple[Effect, ...]]:
         """Take an input in; return the request that is now to be served, if any, and what is to be done."""
@@ -124,18 +125,34 @@ class Desk:
         if not octets and not row.body_required:
             return asked, ()
         try:
-            body = _read(row, octets)
+            body = self._read(row.body, octets)
         except RemoteProtocolError as error:
             return None, (refuse(request_id, Problem(BAD_REQUEST, str(error))),)
         except LimitExceeded as error:
             return None, (refuse(request_id, Problem(TOO_LARGE, str(error))),)
-        return attrs.evolve(asked, body=body), ()
+        return (
+            Asked(
+                request_id=request_id,
+                client=asked.client,
+                operation=asked.operation,
+                request=asked.request,
+                body=body,
+            ),
+            (),
+        )
+
+    def _read(self, kind: object, octets: bytes) -> object:
+        read = self._readers.get(kind)
+        if read is None:
+            read = self._readers[kind] = _reader(kind)
+        return read(octets)
 
 
-def _read(row: Resource, octets: bytes) -> object:
-    if row.body is CompatibilityDescriptor:
-        return CompatibilityDescriptor.from_json(octets)
-    if row.body is ReshardMessage:
-        return decode_reshard(octets)
-    assert isinstance(row.body, type)
-    return decode(row.body, octets)
+def _reader(kind: object) -> Callable[[bytes], object]:
+    """Return what reads the bodies of a class."""
+    if kind is CompatibilityDescriptor:
+        return CompatibilityDescriptor.from_json
+    if kind is ReshardMessage:
+        return decode_reshard
+    assert isinstance(kind, type)
+    return decoder(kind)
