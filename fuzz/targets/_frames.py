@@ -6,7 +6,8 @@ import struct
 from collections.abc import Callable
 from typing import TypeVar
 
-from kvsp_h2.events import DataReceived, Event
+from kvsp_h2.events import ConnectionEnded, DataReceived, Event
+from kvsp_h2.frames import PREFACE
 from kvsp_h2.http2 import ClientConnection, ServerConnection
 
 __all__ = ["frame", "play_both"]
@@ -23,7 +24,8 @@ def frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
 def play_both(
     open_connection: Callable[[], C], prelude: bytes, data: bytes
 ) -> tuple[list[Event], dict[int, bytes], C]:
-    """Give a connection octets whole, and another in pieces whose size is the first octet of `data`; compare.
+    """Give a connection octets whole, and another in pieces whose size is the first octet of `data`; compare,
+    also with what the frames plainly hold.
 
     Returns the events, the bodies by stream, and the second connection.
     """
@@ -32,7 +34,31 @@ def play_both(
     connection = open_connection()
     events, bodies = _play(connection, octets, step)
     assert (events, bodies) == whole, "the split changed the events"
+    sent, sound = _bodies(octets[octets.startswith(PREFACE) and len(PREFACE) :])
+    for stream_id, body in bodies.items():
+        assert sent.get(stream_id, b"").startswith(body), "a body holds what was not sent as one"
+    ended = any(isinstance(event, ConnectionEnded) for event in events)
+    assert sound or ended, "padding that is longer than its frame was let pass"
     return events, bodies, connection
+
+
+def _bodies(octets: bytes) -> tuple[dict[int, bytes], bool]:
+    """Read the octets of bodies out of frames, plainly; return whether all padding fits its frame too."""
+    bodies: dict[int, bytes] = {}
+    at = 0
+    while at + 9 <= len(octets):
+        high, low, kind, flags, stream_id = struct.unpack_from(">HBBBL", octets, at)
+        payload = octets[at + 9 : at + 9 + (high << 8 | low)]
+        at += 9 + (high << 8 | low)
+        if kind == 0:
+            stream_id &= 0x7FFFFFFF
+            if flags & 8:
+                room = (high << 8 | low) - 1
+                if payload and payload[0] > room:
+                    return bodies, False
+                payload = payload[1 : 1 + room - payload[0]] if payload else b""
+            bodies[stream_id] = bodies.get(stream_id, b"") + payload
+    return bodies, True
 
 
 def _play(connection: C, octets: bytes, step: int) -> tuple[list[Event], dict[int, bytes]]:
