@@ -97,6 +97,21 @@ def make_role(section: RoleSection, materials: Materials) -> Role:
             raise AssertionError("there are no other sections")
 
 
+def set_limits(role: Role, section: RoleSection) -> None:
+    """Have a role that runs keep within the limits of its section from now on."""
+    match role, section:
+        case Index(), IndexSection():
+            role.limit(max_ttl_ms=section.max_ttl_ms, max_lookup_keys=section.max_lookup_keys)
+        case Holder(), HolderSection():
+            role.limit(
+                max_lease_ttl_ms=section.max_lease_ttl_ms,
+                lease_quota_bytes=section.lease_quota_bytes,
+                replica_ttl_ms=section.record_ttl_ms,
+            )
+        case _:
+            pass
+
+
 def _make_index(section: IndexSection, materials: Materials) -> Index:
     table = ReplicaIndex(max_ttl_ms=section.max_ttl_ms, max_keys=section.max_lookup_keys)
     return Index(

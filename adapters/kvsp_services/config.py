@@ -34,6 +34,7 @@ __all__ = [
     "ScopeSection",
     "TierSection",
     "read_config",
+    "with_limits_of",
 ]
 
 LoopName: TypeAlias = Literal["trio", "asyncio", "uvloop"]
@@ -206,6 +207,24 @@ def read_config(path: Path) -> Config:
     _check_files(path, config)
     _check_apart(path, config)
     return config
+
+
+LIMITS: Final = {
+    "index": ("max_ttl_ms", "max_lookup_keys"),
+    "holder": ("record_ttl_ms", "max_lease_ttl_ms", "lease_quota_bytes"),
+}
+"""The keys of each section that hold anew after SIGHUP; others need a restart."""
+
+
+def with_limits_of(config: Config, other: Config) -> tuple[Config, tuple[str, ...]]:
+    """Return a configuration with the limits of another one, and what else differs in the two, by section."""
+    for name, keys in LIMITS.items():
+        mine, others = getattr(config, name), getattr(other, name)
+        if mine is not None and others is not None:
+            limited = msgspec.structs.replace(mine, **{key: getattr(others, key) for key in keys})
+            config = msgspec.structs.replace(config, **{name: limited})
+    differ = (key for key in Config.__struct_fields__ if getattr(config, key) != getattr(other, key))
+    return config, tuple(differ)
 
 
 def _check_uris(path: Path, name: str, section: RoleSection) -> None:

@@ -1,10 +1,9 @@
 """A process that runs roles: started from a configuration, reloaded, drained and stopped by signals.
 
-SIGHUP reads policy and certificates again, and deletes what the policy says is to be purged; what cannot be
-used is said and changes nothing. SIGTERM and
-SIGINT stop in order: no new connections, what is under way ends, stores are closed; then the log says "safe
-to stop". A role whose write could not be made durable is discarded and rebuilt from its store, a bounded
-number of times.
+SIGHUP reads policy, limits and certificates again, and deletes what the policy says is to be purged; what
+cannot be used is said and changes nothing. SIGTERM and SIGINT stop in order: no new connections, what is
+under way ends, stores are closed; then the log says "safe to stop". A role whose write could not be made
+durable is discarded and rebuilt from its store, a bounded number of times.
 """
 
 from __future__ import annotations
@@ -34,9 +33,17 @@ from kvsp_services.assembly import (
     read_model,
     read_scopes,
     read_storage_key,
+    set_limits,
 )
 from kvsp_services.buffers import BufferPool
-from kvsp_services.config import Config, FrontEndSection, InstanceSection, LoopName, RoleSection
+from kvsp_services.config import (
+    Config,
+    FrontEndSection,
+    InstanceSection,
+    LoopName,
+    RoleSection,
+    with_limits_of,
+)
 from kvsp_services.driver import Driver
 from kvsp_services.engine_port import ThreadedEngine, numpy_engine
 from kvsp_services.epochs import next_epoch
@@ -296,8 +303,11 @@ class RunningRole:
 class Process:
     """The roles of a configuration on a loop and its network."""
 
-    def __init__(self, config: Config, loop: Loop, network: Any, metrics: Metrics) -> None:
+    def __init__(
+        self, config: Config, loop: Loop, network: Any, metrics: Metrics, reread: Callable[[], Config]
+    ) -> None:
         self.config = config
+        self._reread = reread
         self.loop = loop
         self.network = network
         self.metrics = metrics
@@ -327,19 +337,25 @@ class Process:
             await role.listen()
 
     def reload(self) -> None:
-        """Read policy and certificates again; where they cannot be used, go on with those there are."""
+        """Read policy, limits and certificates again; where one cannot be used, go on with all there are."""
         try:
+            config, differ = with_limits_of(self.config, self._reread())
             policy = read_policy(Path(self.config.policy_file))
             for role in self.roles:
                 role.credentials.reload()
         except (KVSPError, OSError) as error:
             self._log.error("not reloaded", error=str(error))
             return
-        self.policy = policy
+        self.config, self.policy = config, policy
         for role in self.roles:
-            if role.role is not None and hasattr(role.role, "policy"):
-                role.role.policy = policy
+            role.section = config.roles[role.name]
+            if role.role is not None:
+                set_limits(role.role, role.section)
+                if hasattr(role.role, "policy"):
+                    role.role.policy = policy
             role.purge()
+        if differ:
+            self._log.warning("changed, and needs a restart", keys=" ".join(differ))
         self._log.info("reloaded")
 
     def give_up(self, reason: str) -> None:
@@ -400,20 +416,27 @@ class Process:
 
 
 @asynccontextmanager
-async def running(config: Config, metrics: Metrics) -> AsyncIterator[tuple[Process, Any]]:
-    """Have a process, not started yet, on the running loop, with a group for its tasks; close it then."""
+async def running(
+    config: Config, metrics: Metrics, reread: Callable[[], Config] | None = None
+) -> AsyncIterator[tuple[Process, Any]]:
+    """Have a process, not started yet, on the running loop, with a group for its tasks; close it then.
+
+    `reread` returns the configuration as it is in its file now.
+    """
     async with open_loop() as (loop, network, tasks):
-        process = Process(config, loop, network, metrics)
+        process = Process(config, loop, network, metrics, reread or (lambda: config))
         try:
             yield process, tasks
         finally:
             process.close()
 
 
-async def _serve(config: Config, started: Callable[[], None]) -> str | None:
+async def _serve(
+    config: Config, reread: Callable[[], Config] | None, started: Callable[[], None]
+) -> str | None:
     metrics = Metrics()
     log = structlog.get_logger()
-    async with running(config, metrics) as (process, tasks):
+    async with running(config, metrics, reread) as (process, tasks):
         monitoring = None
         if config.monitoring.enabled:
             monitoring = MonitoringServer(
@@ -443,17 +466,22 @@ async def _serve(config: Config, started: Callable[[], None]) -> str | None:
 
 
 def serve(
-    config: Config, loop: LoopName | None = None, started: Callable[[], None] = lambda: None
+    config: Config,
+    loop: LoopName | None = None,
+    started: Callable[[], None] = lambda: None,
+    *,
+    reread: Callable[[], Config] | None = None,
 ) -> str | None:
     """Run the roles of a configuration until a signal; return why it gave up, or None.
 
-    `started` is called once every role listens.
+    `started` is called once every role listens. `reread` returns the configuration as it is in its file now,
+    for SIGHUP; without it only policy and certificates are read again.
     """
     chosen = loop or config.loop
     backend = "trio" if chosen == "trio" else "asyncio"
     options = {"use_uvloop": True} if chosen == "uvloop" else {}
     try:
-        return anyio.run(partial(_serve, config, started), backend=backend, backend_options=options)
+        return anyio.run(partial(_serve, config, reread, started), backend=backend, backend_options=options)
     except BaseExceptionGroup as group:
         raise _first_of(group) from None
 

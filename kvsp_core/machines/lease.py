@@ -398,6 +398,10 @@ class LeaseTable:
         # What has become free and has not been said yet.
         self._unprotected: dict[str, None] = {}
 
+    def limit(self, *, max_ttl_ms: int, quota_bytes: int) -> None:
+        """Grant leases within these limits from now on; those there are run on."""
+        self._max_ttl_ms, self._quota_bytes = max_ttl_ms, quota_bytes
+
     # Questions
 
     def kind_of_block(self, block: str, now_ms: int) -> BlockKind:

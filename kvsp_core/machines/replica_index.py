@@ -399,6 +399,10 @@ class ReplicaIndex:
         self.generation = 0
         """Changes with the content."""
 
+    def limit(self, *, max_ttl_ms: int, max_keys: int) -> None:
+        """Grant TTLs and answer lookups within these limits from now on; records there are run on."""
+        self._max_ttl_ms, self._max_keys = max_ttl_ms, max_keys
+
     # Questions
 
     def kind_of(self, holder_id: str, block_key: str, now_ms: int) -> RecordKind:

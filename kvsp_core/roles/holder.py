@@ -219,6 +219,11 @@ class Holder:
         self._blocks.settle(now_ms)
         return self._work.take()
 
+    def limit(self, *, max_lease_ttl_ms: int, lease_quota_bytes: int, replica_ttl_ms: int) -> None:
+        """Grant leases and publish records within these limits from now on."""
+        self._blocks.lease_table.limit(max_ttl_ms=max_lease_ttl_ms, quota_bytes=lease_quota_bytes)
+        self._blocks.publisher.ttl_ms = replica_ttl_ms
+
     def expire(self, tier: str, names: Iterable[BlockName], now_ms: int) -> tuple[Effect, ...]:
         """Delete blocks that a tier has kept for as long as it may."""
         for name in names:

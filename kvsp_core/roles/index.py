@@ -122,6 +122,10 @@ class Index:
             case _:
                 raise AssertionError("the router gives an index its own resources only")
 
+    def limit(self, *, max_ttl_ms: int, max_lookup_keys: int) -> None:
+        """Grant and answer within these limits from now on."""
+        self._replicas.limit(max_ttl_ms=max_ttl_ms, max_keys=max_lookup_keys)
+
     # Lookup
 
     def _look_up(self, asked: Asked, now_ms: int) -> tuple[Effect, ...]:

@@ -105,7 +105,8 @@ class Publisher:
         self._record_of = record_of
         self._descriptor_of = descriptor_of
         self._random_bytes = random_bytes
-        self._ttl_ms = ttl_ms
+        self.ttl_ms = ttl_ms
+        """What records are to be granted; holds from the next refresh on."""
         self._max_calls = max_calls
         self._calls = 0
         self._stopped = False
@@ -259,10 +260,10 @@ class Publisher:
         try:
             ttl_ms = decode(PublishAnswer, body).ttl_ms
         except RemoteProtocolError:
-            ttl_ms = self._ttl_ms
+            ttl_ms = self.ttl_ms
         entry.retries = 0
         entry.acknowledged_until_ms = entry.listed_until_ms = now_ms + ttl_ms
-        self._schedule(block, entry, now_ms + max(1, min(ttl_ms, self._ttl_ms) // 3))
+        self._schedule(block, entry, now_ms + max(1, min(ttl_ms, self.ttl_ms) // 3))
         self._take_up(block, entry)
 
     def _retry(self, block: str, entry: _Entry, now_ms: int) -> None:
@@ -308,14 +309,14 @@ class Publisher:
         self._call(part, DeleteRecord(block), operation)
 
     def _put(self, block: str, entry: _Entry, now_ms: int) -> None:
-        record = self._record_of(block, self._ttl_ms)
+        record = self._record_of(block, self.ttl_ms)
         if record is None:
             return
         part = self._index.of(entry.block_key)
         self._tell_descriptor(part, record.compat_id)
         refresh = not entry.changed
         entry.listed, entry.changed = True, False
-        entry.listed_until_ms = max(entry.listed_until_ms, now_ms + self._ttl_ms + PUBLISH_TIMEOUT_MS)
+        entry.listed_until_ms = max(entry.listed_until_ms, now_ms + self.ttl_ms + PUBLISH_TIMEOUT_MS)
         entry.calling = True
         self._call(part, PutRecord(block, refresh), PublishReplica(self._holder_id, entry.block_key), record)
 

@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.adapters.services.cluster import free_ports
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(
@@ -47,6 +49,18 @@ def blocks_of(page: str) -> Iterator[Block]:
         left_out = match["why"] == "not run" or (match["why"] == "needs" and not shutil.which(match["what"]))
         if not left_out:
             yield Block(match["language"], page.count("\n", 0, match.start("text")), match["text"])
+
+
+def on_free_ports(blocks: list[Block]) -> list[Block]:
+    """Put free ports in place of those that a page uses, so that several runs on a machine do not meet."""
+    shown = {port for block in blocks for port in re.findall(r"127\.0\.0\.1:(\d{4,5})\b", block.text)}
+    shown |= {port for block in blocks for port in re.findall(r"\bport = (\d{4,5})\b", block.text)}
+    ports = dict(zip(sorted(shown), map(str, free_ports(len(shown))), strict=True))
+
+    def moved(text: str) -> str:
+        return re.sub(r"\b\d{4,5}\b", lambda found: ports.get(found[0], found[0]), text)
+
+    return [block._replace(text=moved(block.text)) for block in blocks]
 
 
 def commands_of(text: str) -> Iterator[Command]:
@@ -125,7 +139,7 @@ def test_page_works_as_shown(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "snippet"}
-    for block in blocks_of(page.read_text(encoding="utf-8")):
+    for block in on_free_ports(list(blocks_of(page.read_text(encoding="utf-8")))):
         if block.language == "python":
             run_python(block, page, names)
         else:
@@ -146,6 +160,19 @@ def test_commands_and_outputs_are_told_apart() -> None:
         Command("here <<END\na\n b\nEND", ""),
         Command("three", "3\n33"),
     ]
+
+
+def test_ports_are_replaced_everywhere_alike_and_other_numbers_are_not() -> None:
+    shell = Block(
+        "console", 0, "$ serve index:18501; curl http://127.0.0.1:18501/\nport = 19501\n12345 tokens\n"
+    )
+    code = Block("python", 9, 'uri = "https://127.0.0.1:18501/kvsp/"\n')
+    moved, other = on_free_ports([shell, code])
+    (port,) = re.findall(r"1:(\d+)/kvsp", other.text)
+    assert f"index:{port}; curl http://127.0.0.1:{port}/" in moved.text
+    assert "18501" not in moved.text
+    assert "19501" not in moved.text
+    assert "12345 tokens" in moved.text
 
 
 def test_blocks_marked_as_not_run_are_left_alone() -> None:

@@ -135,7 +135,8 @@ def put(
     model, scope = read_descriptor(descriptor), read_scope(scope_key_file)
     octets = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     operation = StoreBlock(model.compat_id, scope.scope_id, block_key)
-    with progress_bar("storing"):  # how much has gone out is not told; that it is under way can be seen
+    # How much of it the holder has taken is not known before it answers.
+    with progress_bar(f"storing {octets.nbytes / 1e6:.1f} MB"):
         answer = ask(credentials, holder, operation, pieces=(octets,))
     expect_success(holder, answer)
     click.echo(f"{holder}: stored {octets.nbytes} octets")

@@ -21,7 +21,8 @@ __all__ = ["serve"]
 )
 @click.option("--check", is_flag=True, help="Only read the configuration, and say whether it is right.")
 def serve(config: Path, loop: LoopName | None, check: bool) -> None:
-    """Run the roles that the CONFIG file names, until SIGTERM. SIGHUP reads policy and certificates again."""
+    """Run the roles that the CONFIG file names, until SIGTERM. SIGHUP reads policy, limits and
+    certificates again."""
     document = read_config(config)
     if check:
         click.echo(f"{config}: runs {', '.join(document.roles)}")
@@ -29,6 +30,6 @@ def serve(config: Path, loop: LoopName | None, check: bool) -> None:
     configure_logs(document.log.level, document.log.format)
     from kvsp_services import process
 
-    failure = process.serve(document, loop)
+    failure = process.serve(document, loop, reread=lambda: read_config(config))
     if failure is not None:
         raise KVSPError(failure)

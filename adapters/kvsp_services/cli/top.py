@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Final
 
 import click
 from rich.console import Console, Group
@@ -17,16 +18,20 @@ from kvsp_services.asking import AskError, ask_for
 from kvsp_services.cli.connection import with_credentials
 from kvsp_services.cli.operator import INSTANCE_HEADS, instance_row
 
-__all__ = ["top"]
+__all__ = ["table", "top"]
+
+_WIDE: Final = 1000
+"""Columns of what goes into a file or a pipe: nothing is folded there."""
 
 
-def _table(title: str, heads: tuple[str, ...], rows: list[tuple[object, ...]]) -> Table:
-    table = Table(title=title, title_justify="left", expand=False)
+def table(title: str, heads: tuple[str, ...], rows: list[tuple[object, ...]]) -> Table:
+    """Return a table that folds what is too wide for it."""
+    made = Table(title=title, title_justify="left", expand=False)
     for head in heads:
-        table.add_column(head)
+        made.add_column(head, overflow="fold")
     for row in rows:
-        table.add_row(*map(str, row))
-    return table
+        made.add_row(*map(str, row))
+    return made
 
 
 def _view(credentials: Credentials, controller: str, index: str | None, holders: tuple[str, ...]) -> Group:
@@ -34,19 +39,19 @@ def _view(credentials: Credentials, controller: str, index: str | None, holders:
     parts: list[Table | Text] = []
     try:
         found = ask_for(InstanceListing, credentials, controller, ListInstances()).instances
-        parts.append(_table("Instances", INSTANCE_HEADS, [instance_row(info) for info in found]))
+        parts.append(table("Instances", INSTANCE_HEADS, [instance_row(info) for info in found]))
         listed = ask_for(SessionListing, credentials, controller, ListSessions()).sessions
         states: dict[str, int] = {}
         for session in listed:
             states[session.state] = states.get(session.state, 0) + 1
-        parts.append(_table("Sessions", ("state", "sessions"), sorted(states.items())))
+        parts.append(table("Sessions", ("state", "sessions"), sorted(states.items())))
     except AskError as error:
         parts.append(Text(str(error), style="red"))
     if index is not None:
         try:
             info = ask_for(IndexInfo, credentials, index, DescribeIndex())
             rows: list[tuple[object, ...]] = [(holder.holder, holder.records) for holder in info.holders]
-            parts.append(_table(f"Index: {info.size_bytes / 1e6:.1f} MB", ("holder", "records"), rows))
+            parts.append(table(f"Index: {info.size_bytes / 1e6:.1f} MB", ("holder", "records"), rows))
         except AskError as error:
             parts.append(Text(str(error), style="red"))
     for holder_uri in holders:
@@ -54,7 +59,7 @@ def _view(credentials: Credentials, controller: str, index: str | None, holders:
             leases = ask_for(LeaseListing, credentials, holder_uri, ListLeases())
             rows = [(lease.client, lease.blocks, lease.size_bytes, lease.ttl_ms) for lease in leases.leases]
             title = f"Leases at {holder_uri}: {leases.leased_share * 100:.0f} %"
-            parts.append(_table(title, ("client", "blocks", "octets", "ms left"), rows))
+            parts.append(table(title, ("client", "blocks", "octets", "ms left"), rows))
         except AskError as error:
             parts.append(Text(str(error), style="red"))
     return Group(*parts)
@@ -78,6 +83,8 @@ def top(
     """Show a cluster as it changes, until Ctrl-C."""
     console = Console()
     if once:
+        if not console.is_terminal:
+            console.width = _WIDE
         console.print(_view(credentials, controller, index, holders))
         return
     with Live(_view(credentials, controller, index, holders), console=console, screen=True) as live:

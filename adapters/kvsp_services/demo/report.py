@@ -146,7 +146,7 @@ def _timeline(samples: Sequence[Sample], marks: Sequence[Mark]) -> str:
         if mark.process in tops:
             at, y = x(mark.at_s), tops[mark.process]
             svg.append(
-                f"<text x='{at:.1f}' y='{y + 12}' text-anchor='middle' style='fill:#fff;stroke:#1d2430;"
+                f"<text x='{at:.1f}' y='{y + 12}' text-anchor='middle' style='fill:#1d2430;stroke:#fff;"
                 f"stroke-width:3px;paint-order:stroke;font-weight:600'>{_SIGNS.get(mark.what, '?')}"
                 f"<title>{escape(mark.what)}</title></text>"
             )

@@ -94,6 +94,8 @@ class Watcher:
         at_s = self.now_s()
         states = {name: "up" if member.alive() else "down" for name, member in cluster.members.items()}
         sessions: dict[str, tuple[str, str]] = {}
+        if states["controller"] == "down":  # asking would wait for it, and the next sample with that
+            return Sample(at_s, states, sessions, self.leases_now())
         try:
             for info in cluster.instances().instances:
                 name = cluster.name_of(info.instance)
@@ -102,5 +104,5 @@ class Watcher:
                 number = self._names.setdefault(session.session, str(len(self._names) + 1))
                 sessions[number] = (session.state, cluster.name_of(session.instance))
         except KVSPError:
-            pass  # the controller is down; that shows
+            pass  # it went down meanwhile
         return Sample(at_s, states, sessions, self.leases_now())

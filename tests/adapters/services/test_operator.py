@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from collections.abc import Iterator
 
 import pytest
+from rich.console import Console
 
 from kvsp_services.cli import app
+from kvsp_services.cli.top import table
 from tests.adapters.services.cluster import OPERATOR, Cluster, free_ports
 
 SCOPE = "6d1c6481cd428737da312c089db3832a"
@@ -51,6 +55,14 @@ def test_top_shows_it_once(capfd: pytest.CaptureFixture[str], cluster: Cluster) 
     assert status == 0
     assert "Instances" in said
     assert "Index" in said
+
+
+def test_nothing_of_a_table_is_cut_off_where_it_is_narrow() -> None:
+    uri = "https://a-holder-with-quite-a-long-name.of-a-large-deployment.example:8443/kvsp/"
+    shown = io.StringIO()
+    console = Console(width=40, file=shown)
+    console.print(table("Index", ("holder", "records"), [(uri, 7)]))
+    assert uri in "".join(re.findall(r"│ (\S+) *│", shown.getvalue()))
 
 
 @pytest.fixture(scope="module")

@@ -123,6 +123,25 @@ def test_a_principal_taken_out_of_the_policy_is_refused_after_a_reload(deploymen
         assert look_up(reader).status_code == 403
 
 
+@pytest.mark.requirement("PB-2", "LK-4")
+def test_limits_hold_anew_after_a_reload_and_other_changes_wait_for_a_restart(deployment: Deployment) -> None:
+    deployment.start()
+    path = deployment.config
+    text = path.read_text()
+    with deployment.client("holder") as holder, deployment.client("reader") as reader:
+        assert publish(holder).json()["ttl_ms"] == 60_000
+        path.write_text(text.replace("[index]\n", "[index]\nmax_ttl_ms = 5000\nmax_lookup_keys = 0\n"))
+        deployment.reload("not reloaded")
+        assert publish(holder).json()["ttl_ms"] == 60_000, "what is not right changes nothing"
+        changed = text.replace("[index]\n", "[index]\nmax_ttl_ms = 5000\nmax_lookup_keys = 1\n")
+        path.write_text('descriptor_files = ["ca.pem"]\n' + changed)
+        deployment.reload("reloaded")
+        assert '"keys": "descriptor_files"' in deployment.log
+        assert publish(holder).json()["ttl_ms"] == 5000
+        several = json.dumps(LOOKUP | {"block_keys": [KEY, "a" * 64]})
+        assert reader.post("lookup", content=several, headers=JSON).status_code == 413
+
+
 @pytest.mark.requirement("HT-2")
 def test_a_new_certificate_is_used_after_a_reload(deployment: Deployment) -> None:
     deployment.start()
