@@ -42,6 +42,10 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         keys = ("certificate_file", "key_file", "authorities_file", "scope_key_file")
         return {key: getattr(self, key) for key in keys}
 
+    def credentials(self) -> Credentials:
+        """Return what the engine shows to peers, and whom it trusts."""
+        return Credentials(Path(self.certificate_file), Path(self.key_file), Path(self.authorities_file))
+
 
 class BackendSettings(Deployment, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A deployment, and what model the blocks are of."""
@@ -86,9 +90,7 @@ class Backend:
         self.cache_server = settings.cache_server
         self.timeout_ms = settings.timeout_ms
         self.client = BlockingClient(
-            Credentials(
-                Path(settings.certificate_file), Path(settings.key_file), Path(settings.authorities_file)
-            ),
+            settings.credentials(),
             index=settings.index,
             settings=ClientSettings(call_timeout_ms=settings.timeout_ms),
         )

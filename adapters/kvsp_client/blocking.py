@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager, suppress
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -42,38 +41,27 @@ class _Opened:
 
     def begin(self, work: Callable[[], Awaitable[T]]) -> Future[T]:
         """Begin to do something in the loop."""
+        with self._errors():
+            future: Future[T] = self.loop.portal.start_task_soon(work)
+            return future
+
+    def call(self, work: Callable[..., Awaitable[T]], *arguments: Any, **options: Any) -> T:
+        """Do something in the loop, and wait for it; see `LoopThread.call`."""
+        with self._errors():
+            return self.loop.call(work, *arguments, **options)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Say in the client's own words that its loop does not run, here or any more."""
         if self.pid != os.getpid():
             raise ClientClosed("this was begun in another process; begin it anew in this process")
         try:
-            future: Future[T] = self.loop.portal.start_task_soon(work)
-            return future
+            yield
+        except CancelledError:
+            raise ClientClosed("the client was closed") from None
         except RuntimeError:
             if self.client.closed:
                 raise ClientClosed("the client was closed") from None
-            raise
-
-    def call(self, work: Callable[..., Awaitable[T]], *arguments: Any, **options: Any) -> T:
-        """Do something in the loop, and wait for it. Where the wait is interrupted, that is given up, and
-        over before this raises: it uses the caller's memory no more."""
-        over = threading.Event()
-
-        async def run() -> T:
-            try:
-                return await work(*arguments, **options)
-            finally:
-                over.set()
-
-        future = self.begin(run)
-        try:
-            return future.result()
-        except CancelledError:
-            raise ClientClosed("the client was closed") from None
-        except BaseException as error:
-            if isinstance(error, RuntimeError) and self.client.closed:
-                raise ClientClosed("the client was closed") from None
-            if not future.done():
-                future.cancel()
-                over.wait()
             raise
 
 
@@ -315,11 +303,14 @@ class BlockingLease:
 
 @contextmanager
 def _entered(opened: _Opened, context: AbstractAsyncContextManager[T]) -> Iterator[T]:
-    """Be in an asynchronous context; in a process that is forked meanwhile there is nothing to leave."""
-    entering = opened.loop.portal.wrap_async_context_manager(context)
-    entered = entering.__enter__()
+    """Be in an asynchronous context, and leave it also where entering it was interrupted.
+
+    In a process that is forked meanwhile, and once the client is closed, there is nothing to leave.
+    """
+    stack = AsyncExitStack()
     try:
-        yield entered
+        yield opened.call(stack.enter_async_context, context)
     finally:
         if opened.pid == os.getpid():
-            entering.__exit__(*sys.exc_info())
+            with suppress(ClientClosed):
+                opened.call(stack.aclose)

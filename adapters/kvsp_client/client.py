@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
@@ -16,7 +17,7 @@ from kvsp_client.fetch import Avoided, Fetch, FetchResult
 from kvsp_client.lease import HolderLease, Lease
 from kvsp_client.memory import Sections
 from kvsp_client.settings import ClientSettings
-from kvsp_client.stats import ClientStats, Counters
+from kvsp_client.stats import ClientStats
 from kvsp_client.store import Store, StoreResult
 from kvsp_client.wire import Wire, open_network
 from kvsp_core.errors import LocalProtocolError, RemoteProtocolError
@@ -58,7 +59,7 @@ class Client:
         self._tasks: TaskGroup | None = None
         self._stack = AsyncExitStack()
         self._pid = 0
-        self._counters = Counters()
+        self._stats = ClientStats()
         self._avoided = Avoided(self.settings.avoid_ms)
         self._described: set[tuple[str, str]] = set()
         self._fetches: set[Fetch] = set()
@@ -129,19 +130,19 @@ class Client:
                 found.append(await self._look_up(wire, each))
             except ClientError as error:
                 refusal = refusal or error
-                self._counters.lookup_failures += 1
+                self._stats.lookup_failures += 1
         if not found:
             assert refusal is not None
             raise refusal
         longest = max(found, key=len)
-        self._counters.looked_up_blocks += len(keys)
-        self._counters.matched_blocks += len(longest)
+        self._stats.looked_up_blocks += len(keys)
+        self._stats.matched_blocks += len(longest)
         return longest
 
     async def _look_up(self, wire: Wire, keys: PrefixKeys) -> Prefix:
         replicas: list[tuple[ReplicaRecord, ...]] = []
         for request in keys.lookups():
-            self._counters.lookups += 1
+            self._stats.lookups += 1
             answers = await self._ask_parts(wire, request)
             try:
                 blocks = self._parts.joined(request, answers)
@@ -183,7 +184,7 @@ class Client:
             sections,
             index=self._parts,
             settings=self.settings,
-            counters=self._counters,
+            stats=self._stats,
             avoided=self._avoided,
             deadline_ms=deadline_ms,
         )
@@ -241,7 +242,7 @@ class Client:
             await self._describe(wire, holder, keys)
         if deadline_ms is not None:
             deadline_ms -= wire.now_ms() - begun_ms
-        store = Store(wire, holder, keys, sections, settings=self.settings, counters=self._counters)
+        store = Store(wire, holder, keys, sections, settings=self.settings, stats=self._stats)
         return await store.run(deadline_ms)
 
     async def _describe(self, wire: Wire, holder: str, keys: PrefixKeys) -> None:
@@ -250,11 +251,10 @@ class Client:
         if described in self._described:
             return
         operation, timeout_ms = PutDescriptor(keys.descriptor.compat_id), self.settings.call_timeout_ms
-        try:
-            await wire.ask(holder, operation, keys.descriptor.canonical_json, timeout_ms=timeout_ms)
-        except Unavailable:
-            return
-        self._described.add(described)
+        with suppress(Unavailable):
+            answer = await wire.ask(holder, operation, keys.descriptor.canonical_json, timeout_ms=timeout_ms)
+            if answer.response.is_success:
+                self._described.add(described)
 
     # Leases ----------------------------------------------------------------------------------------------
 
@@ -268,34 +268,35 @@ class Client:
         cancellation. Raises `Refused` and `Unavailable` where it is not granted; `HolderLease.held` tells
         whether it is still.
         """
-        async with self._leased(holder, keys.keys, ttl_ms) as lease:
+        with self._leasing(holder, keys.keys, ttl_ms) as lease:
+            await lease.granted()
             yield lease
 
     @asynccontextmanager
     async def lease_prefix(self, prefix: Prefix, *, ttl_ms: int = 30_000) -> AsyncIterator[Lease]:
-        """Keep the blocks of a prefix at each of its holders; one that refuses is left out."""
-        async with AsyncExitStack() as stack:
-            parts = []
-            for holder in prefix.holders:
-                if not holder.startswith("https://"):
-                    continue
-                try:
-                    held = self._leased(holder, prefix.keys_at(holder), ttl_ms)
-                    parts.append(await stack.enter_async_context(held))
-                except (Refused, Unavailable):
-                    continue
-            yield Lease(parts)
+        """Keep the blocks of a prefix at each of its holders, asked together; one that refuses is left
+        out."""
+        with ExitStack() as stack:
+            asked = [
+                stack.enter_context(self._leasing(holder, prefix.keys_at(holder), ttl_ms))
+                for holder in prefix.holders
+                if holder.startswith("https://")
+            ]
+            granted = []
+            for lease in asked:
+                with suppress(Refused, Unavailable):
+                    await lease.granted()
+                    granted.append(lease)
+            yield Lease(granted)
 
-    @asynccontextmanager
-    async def _leased(
-        self, holder: str, block_keys: tuple[str, ...], ttl_ms: int
-    ) -> AsyncIterator[HolderLease]:
+    @contextmanager
+    def _leasing(self, holder: str, block_keys: tuple[str, ...], ttl_ms: int) -> Iterator[HolderLease]:
+        """Ask for a lease and renew it while the block runs."""
         wire = self._open()
-        lease = HolderLease(wire, holder, block_keys, ttl_ms, settings=self.settings, counters=self._counters)
+        lease = HolderLease(wire, holder, block_keys, ttl_ms, settings=self.settings, stats=self._stats)
         assert self._tasks is not None
         self._tasks.start_soon(lease.run)
         try:
-            await lease.granted()
             yield lease
         finally:
             lease.release()
@@ -304,4 +305,4 @@ class Client:
 
     def stats(self) -> ClientStats:
         """Return what the client has done so far, counted."""
-        return self._counters.snapshot()
+        return copy.deepcopy(self._stats)

@@ -12,7 +12,7 @@ import attrs
 from kvsp_client.errors import LayersWithdrawn, Unavailable
 from kvsp_client.memory import Sections, octets_of
 from kvsp_client.settings import ClientSettings
-from kvsp_client.stats import Counters
+from kvsp_client.stats import ClientStats
 from kvsp_client.wire import Wire
 from kvsp_core.container import BlockArrived, BlockRefused
 from kvsp_core.container_header import ContainerError, ContainerHeader
@@ -91,7 +91,7 @@ class Fetch:
         *,
         index: IndexParts,
         settings: ClientSettings,
-        counters: Counters,
+        stats: ClientStats,
         avoided: Avoided,
         deadline_ms: int | None,
     ) -> None:
@@ -100,7 +100,7 @@ class Fetch:
         self._sections = sections
         self._index = index
         self._settings = settings
-        self._counters = counters
+        self._stats = stats
         self._avoided = avoided
         now_ms = wire.now_ms()
         self._due_ms = _NEVER if deadline_ms is None else now_ms + deadline_ms
@@ -227,7 +227,7 @@ class Fetch:
                 if (given_up := self._calls.pop((block, fetch_number), None)) is not None:
                     given_up.cancel()
             case load.ReportBad(block, holder, digest):
-                self._counters.attempt(Outcome.CORRUPT)
+                self._stats.failed_attempts[Outcome.CORRUPT] += 1
                 self._avoided.add(holder, self._wire.now_ms())
                 key = self._prefix.keys.keys[block]
                 operation = WithdrawReplica(component_id(holder), key)
@@ -239,11 +239,11 @@ class Fetch:
 
     def _end(self, ended: load.Ended) -> None:
         self._ended = ended
-        self._counters.fetched_blocks += ended.blocks
+        self._stats.fetched_blocks += ended.blocks
         header = ContainerHeader.for_layers(self._prefix.keys.descriptor, codec=RAW_CODEC)
-        self._counters.fetched_bytes += ended.blocks * header.data_bytes
+        self._stats.fetched_bytes += ended.blocks * header.data_bytes
         for miss in ended.misses:
-            self._counters.miss(miss.reason)
+            self._stats.missed_blocks[miss.reason] += 1
         self._over.set()
         self._notify()
 
@@ -266,7 +266,7 @@ class Fetch:
         outcome = Outcome.UNAVAILABLE
         if isinstance(event, retrieval.Refused):
             outcome = outcome_of_status(event.status) or outcome
-        self._counters.attempt(outcome)
+        self._stats.failed_attempts[outcome] += 1
         if outcome is Outcome.UNAVAILABLE:
             self._avoided.add(call.fetch.holder, self._wire.now_ms())
         self._carry_out(self._load.handle(load.Fetched(call.block, event), self._wire.now_ms()))

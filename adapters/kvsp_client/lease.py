@@ -9,7 +9,7 @@ import anyio
 
 from kvsp_client.errors import Refused, Unavailable
 from kvsp_client.settings import ClientSettings
-from kvsp_client.stats import Counters
+from kvsp_client.stats import ClientStats
 from kvsp_client.wire import Answer, Wire
 from kvsp_core.answers import read_answer, read_outcome
 from kvsp_core.errors import RemoteProtocolError
@@ -33,13 +33,13 @@ class HolderLease:
         ttl_ms: int,
         *,
         settings: ClientSettings,
-        counters: Counters,
+        stats: ClientStats,
     ) -> None:
         self.holder = holder
         self._wire = wire
         self._request = LeaseRequest(block_keys=tuple(block_keys), ttl_ms=ttl_ms)
         self._settings = settings
-        self._counters = counters
+        self._stats = stats
         self._keeper = LeaseKeeper(ttl_ms)
         self._todo: deque[keeper.Effect] = deque()
         self._refusal: Refused | Unavailable | None = None
@@ -67,9 +67,9 @@ class HolderLease:
         await self._work()
         if self._keeper.is_held:
             self._refusal = None
-            self._counters.leases_granted += 1
+            self._stats.leases_granted += 1
         else:
-            self._counters.leases_refused += 1
+            self._stats.leases_refused += 1
         self._decided.set()
         while (due_ms := self._keeper.next_deadline_ms()) is not None:
             with anyio.move_on_after(max(0, due_ms - self._wire.now_ms()) / 1000):
@@ -100,7 +100,7 @@ class HolderLease:
                 case keeper.GiveBack(lease):
                     self._wire.tell(self.holder, ReleaseLease(lease))
                 case keeper.Lost():
-                    self._counters.leases_lost += self._decided.is_set()
+                    self._stats.leases_lost += self._decided.is_set()
                 case keeper.Held():
                     pass
 

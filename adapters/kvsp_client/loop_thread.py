@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterable
-from typing import Any, Final
+from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import Future
+from typing import Any, Final, TypeVar
 
 import anyio
 from anyio.from_thread import BlockingPortal, start_blocking_portal
@@ -20,6 +21,8 @@ from kvsp_client.wire import Wire, open_network
 from kvsp_h2 import Credentials
 
 __all__ = ["LoopThread", "release", "shared_loop"]
+
+T = TypeVar("T")
 
 _CLOSE_S: Final = 2.0
 
@@ -31,7 +34,7 @@ class LoopThread:
         self._portal_context = start_blocking_portal("asyncio", _loop_options(), name="kvsp-client")
         self.portal: BlockingPortal = self._portal_context.__enter__()
         self._network_context = self.portal.wrap_async_context_manager(_OpenNetwork())
-        self._network = self._network_context.__enter__()
+        self.network = self._network_context.__enter__()
         self._wires: dict[tuple[str, ...], Wire] = {}
         self.users = 0
 
@@ -39,12 +42,32 @@ class LoopThread:
         """Return the connections with this certificate; called in the loop's thread."""
         wire = self._wires.get(credentials.files)
         if wire is None:
-            wire = self._wires[credentials.files] = Wire(self._network, credentials)
+            wire = self._wires[credentials.files] = Wire(self.network, credentials)
         return wire
+
+    def call(self, work: Callable[..., Awaitable[T]], *arguments: Any, **options: Any) -> T:
+        """Do something in the loop, and wait for it. Where the wait is interrupted, that is given up, and
+        over before this raises: it uses the caller's memory no more."""
+        over = threading.Event()
+
+        async def run() -> T:
+            try:
+                return await work(*arguments, **options)
+            finally:
+                over.set()
+
+        future: Future[T] = self.portal.start_task_soon(run)
+        try:
+            return future.result()
+        except BaseException:
+            if not future.done():
+                future.cancel()
+                over.wait()
+            raise
 
     def sockets(self) -> Iterable[int]:
         """Return the file descriptors of its connections."""
-        return tuple(self._network.filenos())
+        return tuple(self.network.filenos())
 
     def close(self) -> None:
         """Close the connections in order, and end the thread."""

@@ -10,11 +10,9 @@ import numpy as np
 
 from kvsp_core.errors import LocalProtocolError
 from kvsp_core.identity import CompatibilityDescriptor
-from kvsp_core.layout import element_dtype
+from kvsp_core.layout import Array, element_dtype
 
-__all__ = ["Array", "PrefixMemory", "Sections", "octets_of"]
-
-Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+__all__ = ["PrefixMemory", "Sections", "octets_of"]
 
 Sections: TypeAlias = Callable[[int, int], tuple[Any, Any]]
 """Returns the memory of the K and the V section of a layer of a block: ``sections(block, layer)``.

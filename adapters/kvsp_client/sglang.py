@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageC
 
 from kvsp_client.backend_settings import Backend, BackendSettings, checked
 from kvsp_client.errors import ClientError
+from kvsp_client.memory import Sections
 from kvsp_client.object_names import object_keys
 from kvsp_core.errors import LocalProtocolError
 from kvsp_core.identity import Scope
@@ -96,15 +97,19 @@ class KVSPStorage(HiCacheStorage):
         octets: memoryview = section.reshape(-1).data  # in one piece, so this is no copy
         return octets
 
+    def _sections(self, host_indices: torch.Tensor) -> Sections:
+        """Return where the pages are whose tokens have these places in SGLang's memory."""
+        assert self._backend is not None
+        starts: list[int] = host_indices[:: self._backend.descriptor.block_tokens].tolist()
+        return lambda page, layer: (
+            self._section(starts[page], layer, 0),
+            self._section(starts[page], layer, 1),
+        )
+
     def _keys(self, keys: Sequence[str]) -> PrefixKeys:
         assert self._backend is not None
         names = (bytes.fromhex(key) for key in keys)
         return object_keys(Scope(self._backend.scope_key), self._backend.descriptor, names)
-
-    def _starts(self, host_indices: torch.Tensor) -> list[int]:
-        assert self._backend is not None
-        starts: list[int] = host_indices[:: self._backend.descriptor.block_tokens].tolist()
-        return starts
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """Return of how many leading pages there are replicas."""
@@ -119,17 +124,10 @@ class KVSPStorage(HiCacheStorage):
     ) -> list[bool]:
         """Fetch pages into host memory; what has not come, and all after it, is False."""
         assert self._backend is not None
-        client, starts = self._backend.client, self._starts(host_indices)
+        client, timeout_ms = self._backend.client, self._backend.timeout_ms
         try:
             prefix = client.lookup(self._keys(keys))
-            got = client.fetch(
-                prefix,
-                lambda block, layer: (
-                    self._section(starts[block], layer, 0),
-                    self._section(starts[block], layer, 1),
-                ),
-                deadline_ms=self._backend.timeout_ms,
-            ).blocks
+            got = client.fetch(prefix, self._sections(host_indices), deadline_ms=timeout_ms).blocks
         except ClientError:
             got = 0
         return [number < got for number in range(len(keys))]
@@ -139,15 +137,11 @@ class KVSPStorage(HiCacheStorage):
     ) -> list[bool]:
         """Store pages from host memory; one that is there already counts as stored."""
         assert self._backend is not None
-        starts = self._starts(host_indices)
         try:
             result = self._backend.client.store(
                 self._backend.cache_server,
                 self._keys(keys),
-                lambda block, layer: (
-                    self._section(starts[block], layer, 0),
-                    self._section(starts[block], layer, 1),
-                ),
+                self._sections(host_indices),
                 deadline_ms=self._backend.timeout_ms,
             )
         except ClientError:

@@ -10,7 +10,7 @@ import attrs
 from kvsp_client.errors import Unavailable
 from kvsp_client.memory import Sections, octets_of
 from kvsp_client.settings import ClientSettings
-from kvsp_client.stats import Counters
+from kvsp_client.stats import ClientStats
 from kvsp_client.wire import Exchange, Wire
 from kvsp_core.container import OutgoingBlock
 from kvsp_core.container_header import ContainerHeader
@@ -68,14 +68,14 @@ class Store:
         sections: Sections,
         *,
         settings: ClientSettings,
-        counters: Counters,
+        stats: ClientStats,
     ) -> None:
         self._wire = wire
         self._holder = holder
         self._keys = keys
         self._sections = sections
         self._settings = settings
-        self._counters = counters
+        self._stats = stats
         self._header = ContainerHeader.for_layers(keys.descriptor)
         self._outcomes: list[StoreOutcome | None] = [None] * len(keys)
         self._next = 0
@@ -93,10 +93,9 @@ class Store:
             raise self._error
         left = StoreOutcome.DEADLINE if scope.cancelled_caught else StoreOutcome.NOT_TRIED
         outcomes = tuple(outcome or left for outcome in self._outcomes)
-        for outcome in outcomes:
-            self._counters.store(outcome)
+        self._stats.stores.update(outcomes)
         result = StoreResult(outcomes=outcomes)
-        self._counters.stored_bytes += result.stored * self._header.data_bytes
+        self._stats.stored_bytes += result.stored * self._header.data_bytes
         return result
 
     async def _work(self) -> None:

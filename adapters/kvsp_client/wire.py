@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import anyio
 import attrs
@@ -21,11 +21,14 @@ from kvsp_core.heads import Response
 from kvsp_core.problems import Problem
 from kvsp_core.resources import Operation, request_for, resource_of
 from kvsp_h2 import Credentials, DataReceived, Event, ExchangeEnded, ResponseReceived
-from kvsp_h2.pool import Call, Pool
+from kvsp_h2.pool import Call, Pool, PoolLimits
 
-__all__ = ["Answer", "Exchange", "Wire", "open_network"]
+__all__ = ["Answer", "Exchange", "Progress", "Wire", "open_network"]
 
 T = TypeVar("T")
+
+Progress: TypeAlias = Callable[[int, "int | None"], None]
+"""Is told how many octets of an answer's body have come, and of how many, or None; in the loop's thread."""
 
 MAX_ROLES: Final = 4096
 """Base URIs that one client calls; calls to further ones fail, so that records cannot make it open more."""
@@ -46,15 +49,16 @@ class Answer:
 
 
 class Exchange:
-    """Takes in one small answer; `over` is set at its end."""
+    """Takes in one answer, as a whole; `over` is set at its end."""
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, progress: Progress | None = None) -> None:
         self.over = anyio.Event()
         self.response: Response | None = None
         self.body = bytearray()
         self.failure = ""
         self.call: Call | None = None
         self._limit_bytes = limit_bytes
+        self._progress = progress
 
     def on_event(self, event: Event) -> None:
         """Take an event of the exchange."""
@@ -63,6 +67,8 @@ class Exchange:
                 self.response = response
             case DataReceived(_, data):
                 self.body += data
+                if self._progress is not None and self.response is not None:
+                    self._progress(len(self.body), self.response.content_length)
                 if self.call is not None:
                     self.call.acknowledge(len(data))
                 if len(self.body) > self._limit_bytes:
@@ -78,9 +84,12 @@ class Exchange:
 class Wire:
     """Requests to roles over the connections of one network, with one certificate."""
 
-    def __init__(self, network: Any, credentials: Credentials) -> None:
+    def __init__(
+        self, network: Any, credentials: Credentials, *, pool_limits: PoolLimits | None = None
+    ) -> None:
         self._network = network
         self._credentials = credentials
+        self._pool_limits = pool_limits
         self._pools: dict[str, Pool] = {}
 
     def now_ms(self) -> int:
@@ -93,7 +102,9 @@ class Wire:
         if pool is None:
             if len(self._pools) >= MAX_ROLES:
                 raise Unavailable(f"{base_uri}: this client calls {MAX_ROLES} roles already")
-            pool = self._pools[base_uri] = self._network.service(self._credentials, base_uri)
+            pool = self._pools[base_uri] = self._network.service(
+                self._credentials, base_uri, pool_limits=self._pool_limits
+            )
         return pool
 
     def call(
@@ -128,9 +139,10 @@ class Wire:
         *,
         timeout_ms: int,
         pieces: Sequence[memoryview | bytes] = (),
+        progress: Progress | None = None,
     ) -> Answer:
         """Make a request and return its answer, whatever it is. Raises `Unavailable` where there is none."""
-        exchange = Exchange(resource_of(operation).answer_limit_bytes)
+        exchange = Exchange(resource_of(operation).answer_limit_bytes, progress)
         call = exchange.call = self.call(base_uri, operation, body, on_event=exchange.on_event, pieces=pieces)
         try:
             with anyio.fail_after(timeout_ms / 1000):

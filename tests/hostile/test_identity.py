@@ -18,9 +18,10 @@ import h2.events
 import httpx
 import pytest
 
+from kvsp_client.errors import Unavailable
 from kvsp_core.resources import DescribeIndex
 from kvsp_h2 import Credentials
-from kvsp_services.asking import AskError, ask
+from kvsp_services.asking import ask
 from kvsp_services.pki import init_ca, issue
 from tests.adapters.services.cluster import Cluster, until
 
@@ -284,7 +285,7 @@ def test_a_client_says_nothing_to_a_server_that_is_not_whom_it_meant(
     issue(tmp_path, uri=uri.format(port=listener.getsockname()[1]), name="server", hosts=hosts)
     recorder = Recorder(tmp_path, "server", listener)
     reader = Credentials(tmp_path / "reader.pem", tmp_path / "reader.key", tmp_path / "ca.pem")
-    with pytest.raises(AskError):
+    with pytest.raises(Unavailable):
         ask(reader, f"https://127.0.0.1:{recorder.port}/kvsp/", DescribeIndex())
     recorder.close()
     assert recorder.connections

@@ -11,6 +11,8 @@ from typing import TypeVar
 
 import attrs
 
+from kvsp_client.errors import Refused
+from kvsp_client.wire import Answer
 from kvsp_core.answers import read_answer
 from kvsp_core.container import BlockArrived, ContainerHeader, IncomingBlock, encode_container
 from kvsp_core.ext_messages import InstanceListing
@@ -23,9 +25,7 @@ from kvsp_core.roles.engine import SequenceEnded, StartSequence, TokensDecoded
 from kvsp_engines.engine import NumpyEngine
 from kvsp_engines.prepare import prepare_tiny
 from kvsp_engines.text import TextCodec
-from kvsp_services.asking import Answer, AskError
 from kvsp_services.demo.cluster import INSTANCES, Cluster, Member, wait_until
-from tests.hostile.asking import Asker
 
 ROLES = ("index", "controller", "cache", *INSTANCES, "front")
 T = TypeVar("T")
@@ -82,25 +82,15 @@ class World(Cluster):
 
     def __enter__(self) -> World:
         self.refusals: deque[bytes] = deque(maxlen=10_000)
-        self._asker = Asker(self.directory)
-        self._asker.__enter__()
-        try:
-            super().__enter__()
-        except BaseException:
-            self._asker.__exit__()
-            raise
+        super().__enter__()
         return self
-
-    def __exit__(self, *exception: object) -> None:
-        super().__exit__()
-        self._asker.__exit__()
 
     def ask(
         self, who: str, whom: str, operation: Operation, body: object = None, octets: bytes = b""
     ) -> Answer:
         """Make a request with a member's certificate; `octets` are a body that is a container."""
         pieces = (memoryview(octets),) if octets else ()
-        answer = self._asker.ask(who, self.uris[whom], operation, body, pieces)
+        answer = self.as_(who).ask(self.uris[whom], operation, body, pieces)
         if not answer.response.is_success:
             self.refusals.append(answer.body)
         return answer
@@ -110,7 +100,7 @@ class World(Cluster):
         answer = self.ask(who, whom, operation, body)
         found = read_answer(kind, answer.response, answer.body)
         if isinstance(found, Problem):
-            raise AskError(f"{whom}: {found.status} {found.detail}")
+            raise Refused(self.uris[whom], found)
         return found
 
     def instances(self) -> InstanceListing:

@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from kvsp_client import BlockingClient, ClientSettings, Credentials
+from kvsp_client import BlockingClient, ClientSettings
 from kvsp_client.vllm.device import DeviceCache, check_cpu_layout
 from kvsp_client.vllm.engine_descriptor import Sharing, check_expressible, describe_engine
 from kvsp_client.vllm.layout import Geometry, layout_of, split
@@ -100,11 +100,7 @@ class KVSPConnector(KVConnectorBase_V1):
         """What this side of the connector did since it started."""
         self._reported: Counter[str] = Counter()
         self._client = BlockingClient(
-            Credentials(
-                Path(self._settings.certificate_file),
-                Path(self._settings.key_file),
-                Path(self._settings.authorities_file),
-            ),
+            self._settings.credentials(),
             index=self._settings.index,
             settings=ClientSettings(
                 call_timeout_ms=self._settings.lookup_timeout_ms

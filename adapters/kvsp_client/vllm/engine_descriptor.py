@@ -37,7 +37,6 @@ _FULL_ATTENTION: Final = "FullAttentionSpec"
 _WITHOUT_WEIGHTS: Final = ("ngram", "ngram_gpu", "suffix")
 """Methods of speculation that have no layers of their own."""
 
-
 FileState: TypeAlias = tuple[str, int, int]
 """A file's path, size and time of change, which tell one state of it from another."""
 
@@ -149,8 +148,7 @@ def _derived(
     weights: tuple[FileState, ...],
     tokenizer: FileState,
 ) -> CompatibilityDescriptor:
-    """Derive a descriptor; kept, because the scheduler's side and the worker's both need it and weights
-    take a
+    """Derive a descriptor; kept, since both sides of the connector need it and reading weights takes a
     second a gigabyte."""
     return derive_descriptor(
         json.loads(config),

@@ -8,7 +8,7 @@ it. Requests and scheduler outputs are vLLM's own objects, read by attribute.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import attrs
@@ -241,7 +241,3 @@ class Schedule:
             return None
         tracked.offered = until
         return Store(tracked.names(start, until), tuple(tracked.blocks[start:until]))
-
-    def counters(self) -> Mapping[str, int]:
-        """Return what was counted so far."""
-        return self._count

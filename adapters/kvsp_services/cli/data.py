@@ -12,12 +12,12 @@ import click
 
 from kvsp_client.files import read_scope
 from kvsp_core.block_keys import block_keys
-from kvsp_core.errors import LocalProtocolError
+from kvsp_core.errors import LocalProtocolError, RemoteProtocolError
 from kvsp_core.index_parts import IndexParts
 from kvsp_core.messages import LeaseGranted, LeaseRequest, LookupAnswer, LookupRequest, MatchedBlock
 from kvsp_core.resources import CreateLease, GetBlock, Lookup, StoreBlock
 from kvsp_h2 import Credentials
-from kvsp_services.asking import AskError, ask, ask_for, expect_success
+from kvsp_services.asking import ask, ask_for, expect_success
 from kvsp_services.cli.connection import as_json_option, show_json, show_table, with_credentials
 from kvsp_services.cli.progress import progress_bar
 from kvsp_services.cli.values import read_descriptor, read_tokens
@@ -110,7 +110,9 @@ def get(
         answer = ask(credentials, holder, operation, progress=progress)
     expect_success(holder, answer)
     if answer.response.repr_digest != hashlib.sha256(answer.body).hexdigest():
-        raise AskError(f"{holder}: the block does not match its digest and was discarded; try another holder")
+        raise RemoteProtocolError(
+            f"{holder}: the block does not match its digest and was discarded; try another holder"
+        )
     with open(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(answer.body)
     click.echo(f"{output}: {len(answer.body)} octets")

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvsp_services.asking import Progress
+from kvsp_client.wire import Progress
 
 __all__ = ["progress_bar"]
 

@@ -11,10 +11,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from kvsp_client.errors import ClientError
 from kvsp_core.ext_messages import IndexInfo, InstanceListing, LeaseListing, SessionListing
 from kvsp_core.resources import DescribeIndex, ListInstances, ListLeases, ListSessions
 from kvsp_h2 import Credentials
-from kvsp_services.asking import AskError, ask_for
+from kvsp_services.asking import ask_for
 from kvsp_services.cli.connection import with_credentials
 from kvsp_services.cli.operator import INSTANCE_HEADS, instance_row
 
@@ -45,14 +46,14 @@ def _view(credentials: Credentials, controller: str, index: str | None, holders:
         for session in listed:
             states[session.state] = states.get(session.state, 0) + 1
         parts.append(table("Sessions", ("state", "sessions"), sorted(states.items())))
-    except AskError as error:
+    except ClientError as error:
         parts.append(Text(str(error), style="red"))
     if index is not None:
         try:
             info = ask_for(IndexInfo, credentials, index, DescribeIndex())
             rows: list[tuple[object, ...]] = [(holder.holder, holder.records) for holder in info.holders]
             parts.append(table(f"Index: {info.size_bytes / 1e6:.1f} MB", ("holder", "records"), rows))
-        except AskError as error:
+        except ClientError as error:
             parts.append(Text(str(error), style="red"))
     for holder_uri in holders:
         try:
@@ -60,7 +61,7 @@ def _view(credentials: Credentials, controller: str, index: str | None, holders:
             rows = [(lease.client, lease.blocks, lease.size_bytes, lease.ttl_ms) for lease in leases.leases]
             title = f"Leases at {holder_uri}: {leases.leased_share * 100:.0f} %"
             parts.append(table(title, ("client", "blocks", "octets", "ms left"), rows))
-        except AskError as error:
+        except ClientError as error:
             parts.append(Text(str(error), style="red"))
     return Group(*parts)
 

@@ -128,6 +128,8 @@ class ScriptedHolder:
         self.requests: list[str] = []
         self.at_a_time = self.most_at_a_time = 0
         self.grant = True
+        self.knows_models = True
+        """Whether it takes descriptors (below ``ext``)."""
         self.hold_leases = False
         self.lease_ttl_ms = 900
         self._held: list[_Held] = []
@@ -189,7 +191,8 @@ class ScriptedHolder:
         elif what == "blocks" and request.method == "GET":
             self._block(link, stream_id, request)
         else:
-            link.http.respond(stream_id, Response(status=204))
+            refused = what == "ext" and not self.knows_models
+            link.http.respond(stream_id, Response(status=507 if refused else 204))
 
     def _lease(self, link: Any, stream_id: int, request: Request) -> None:
         if request.method == "DELETE":

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -22,10 +23,11 @@ from kvsp_client import (
     PrefixMemory,
     Unavailable,
 )
+from kvsp_client.loop_thread import LoopThread
 from kvsp_client.testing import Served
 from tests.adapters.client.scripted import LAYERS, MODEL, ScriptedHolder, content, keys_of, prefix_of
 from tests.adapters.client.test_contract import same
-from tests.adapters.client.test_leases import RELEASE
+from tests.adapters.client.test_leases import KEEP, RELEASE
 
 
 @pytest.fixture
@@ -256,6 +258,45 @@ def test_an_interrupted_fetch_writes_no_more(served: Served, client: BlockingCli
         client.fetch(prefix_of(keys, (holder.uri, stored)), memory.sections)
     interrupting.join()
     assert client.stats().missed_blocks == {MissReason.CANCELLED: 1, MissReason.AFTER_GAP: 1}
+
+
+def test_a_lease_whose_entering_is_interrupted_is_given_back(served: Served, client: BlockingClient) -> None:
+    holder, keys = ScriptedHolder(served, 1), keys_of(served, "interrupted lease", 1)
+    holder.lease_ttl_ms, holder.hold_leases = 60_000, True
+    client.lookup(keys)
+    interrupting = interrupt_when(lambda: holder.wait_for(lambda: holder.count(KEEP) == 1))
+    with pytest.raises(KeyboardInterrupt), client.lease(holder.uri, keys):
+        raise AssertionError("it was not granted")
+    interrupting.join()
+    holder.go_on()
+    assert holder.wait_for(lambda: holder.count(RELEASE) == 1)
+
+
+def test_a_lease_that_was_granted_just_when_it_was_interrupted_is_given_back(
+    served: Served, client: BlockingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder, keys = ScriptedHolder(served, 1), keys_of(served, "interrupted later", 1)
+    holder.lease_ttl_ms = 60_000
+    call = LoopThread.call
+
+    def interrupted(self: LoopThread, work: Any, *arguments: Any) -> Any:
+        monkeypatch.undo()
+        call(self, work, *arguments)
+        raise KeyboardInterrupt
+
+    client.lookup(keys)
+    monkeypatch.setattr(LoopThread, "call", interrupted)
+    with pytest.raises(KeyboardInterrupt), client.lease(holder.uri, keys):
+        raise AssertionError("it was interrupted")
+    assert holder.wait_for(lambda: holder.count(RELEASE) == 1)
+
+
+def test_leaving_a_lease_of_a_closed_client_is_no_error(served: Served) -> None:
+    client = BlockingClient(served.credentials, index=served.index_uri)
+    holder, keys = ScriptedHolder(served, 1), keys_of(served, "closed lease", 1)
+    with client.lease(holder.uri, keys):
+        client.close()
+    assert holder.count(KEEP) == 1
 
 
 def test_an_interrupted_store_reads_no_more(served: Served, client: BlockingClient) -> None:

@@ -350,3 +350,17 @@ def test_nothing_confidential_shows(served: Served) -> None:
     for shown in (repr(keys), repr(prefix), repr(stored)):
         assert not any(key in shown for key in keys.keys)
         assert prefix.replicas[0][0].digest not in shown
+
+
+def test_a_holder_that_refused_a_descriptor_is_told_it_again(kind: str, served: Served) -> None:
+    holder, keys, stored = ScriptedHolder(served, 1), keys_of(served, f"descriptor {kind}", 1), content(1)
+    holder.knows_models = False
+
+    async def scenario(client: Client) -> None:
+        await client.store(holder.uri, keys, stored.sections)
+        holder.knows_models = True
+        for _ in range(2):
+            await client.store(holder.uri, keys, stored.sections)
+        assert holder.count("PUT ext") == 2, "until it took it, and no further"
+
+    play(kind, served, scenario)

@@ -111,6 +111,28 @@ def test_a_prefix_is_leased_at_each_of_its_holders(kind: str, served: Served) ->
     play(kind, served, scenario)
 
 
+def test_a_holder_that_does_not_answer_keeps_nobody_from_asking_the_next(kind: str, served: Served) -> None:
+    keys, stored = keys_of(served, f"together {kind}", 1), content(1)
+    slow, other = ScriptedHolder(served, 1), ScriptedHolder(served, 2)
+    slow.lease_ttl_ms = other.lease_ttl_ms = 60_000
+    slow.hold_leases = True
+
+    async def scenario(client: Client) -> None:
+        prefix = prefix_of(keys, (slow.uri, stored), (other.uri, stored))
+        async with anyio.create_task_group() as tasks:
+
+            async def go_on() -> None:
+                await until(slow, KEEP, 1)
+                await until(other, KEEP, 1)
+                await anyio.to_thread.run_sync(slow.go_on)
+
+            tasks.start_soon(go_on)
+            async with client.lease_prefix(prefix, ttl_ms=60_000) as lease:
+                assert lease.holders == (slow.uri, other.uri)
+
+    play(kind, served, scenario)
+
+
 @pytest.mark.requirement("LE-2")
 def test_a_real_holder_grants_and_releases(kind: str, served: Served) -> None:
     keys, stored = keys_of(served, f"real {kind}", 2), content(2)

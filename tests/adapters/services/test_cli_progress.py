@@ -5,35 +5,48 @@ from __future__ import annotations
 import asyncio
 import io
 import sys
+from collections.abc import Callable
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
+from kvsp_client.wire import Progress, Wire
 from kvsp_core.heads import Response
 from kvsp_core.resources import GetBlock
-from kvsp_services.asking import ask_over
+from kvsp_h2 import DataReceived, Event, ExchangeEnded, ResponseReceived
 from kvsp_services.cli.progress import progress_bar
 
 BLOCK = GetBlock("c" * 64, "aa" * 16, "b" * 64)
 
 
-class Peers:
-    """A peer that answers with six octets in two pieces."""
+class Pool:
+    """The connections to a peer that answers with six octets in two pieces."""
 
-    def call(self, base_uri: str, request: object, body: object, listener: Any) -> Any:
-        listener.response_received(Response(status=200, content_length=6))
-        listener.data_received(memoryview(b"abc"))
-        listener.data_received(memoryview(b"def"))
-        listener.body_ended()
+    def call(
+        self, request: object, body: object, *, on_event: Callable[[Event], None], **options: Any
+    ) -> Any:
+        def answer() -> None:
+            on_event(ResponseReceived(1, Response(status=200, content_length=6), False))
+            on_event(DataReceived(1, memoryview(b"abc")))
+            on_event(DataReceived(1, memoryview(b"def")))
+            on_event(ExchangeEnded(1, True, 0))
+
+        asyncio.get_running_loop().call_soon(answer)
+        return MagicMock()
 
 
 def test_the_progress_of_an_answer_is_told_as_it_comes() -> None:
     told: list[tuple[int, int | None]] = []
-    progress = lambda done, size: told.append((done, size))  # noqa: E731
-    answer = asyncio.run(ask_over(Peers(), "https://h1.example/kvsp/", BLOCK, progress=progress))
-    assert answer.body == b"abcdef"
+
+    async def ask(progress: Progress | None) -> bytes:
+        wire = Wire(MagicMock(service=lambda *_, **__: Pool()), MagicMock())
+        answer = await wire.ask("https://h1.example/kvsp/", BLOCK, timeout_ms=60_000, progress=progress)
+        return answer.body
+
+    assert asyncio.run(ask(lambda done, size: told.append((done, size)))) == b"abcdef"
     assert told == [(3, 6), (6, 6)]
-    assert asyncio.run(ask_over(Peers(), "https://h1.example/kvsp/", BLOCK)).body == b"abcdef"
+    assert asyncio.run(ask(None)) == b"abcdef"
 
 
 class Terminal(io.StringIO):
