@@ -61,7 +61,8 @@ class Asker:
 
     def ask_for(self, kind: type[T], base_uri: str, operation: Operation, body: object = None) -> T:
         """Make a request and return the message its answer holds. Raises `Refused` and `Unavailable`."""
-        return self._loop.call(self._wire.ask_for, kind, base_uri, operation, body, timeout_ms=TIMEOUT_MS)
+        found: T = self._loop.call(self._wire.ask_for, kind, base_uri, operation, body, timeout_ms=TIMEOUT_MS)
+        return found
 
 
 def ask(
