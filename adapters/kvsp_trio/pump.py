@@ -81,30 +81,34 @@ class Link(BaseLink[HTTP]):
             self._over = True
         if self._over:
             self._scope.cancel()
-        self._scope.deadline = _seconds(connection.next_deadline_ms())
+        due = _seconds(connection.next_deadline_ms())
+        if due < self._scope.deadline:  # they mostly move away, and an early call is a no-op
+            self._scope.deadline = due
 
     async def _read(self) -> None:
         """Take what arrives, or do what is due."""
-        with trio.CancelScope(deadline=_seconds(self.connection.next_deadline_ms())) as self._scope:
-            if self._eof:
-                await trio.sleep_forever()
-            octets = await self._stream.receive()
-            if octets:
-                self.connection.receive_data(octets, self._network.now_ms())
-            else:
-                self._eof = True
-                self.connection.receive_eof(self._network.now_ms())
-            self.flush()
-        if self._scope.cancelled_caught and not self._over:
-            self.connection.handle_timer(self._network.now_ms())
-            self.flush()
+        octets = None if self._eof else self._stream.receive_now()
+        if octets is None:
+            with trio.CancelScope(deadline=_seconds(self.connection.next_deadline_ms())) as self._scope:
+                if self._eof:
+                    await trio.sleep_forever()
+                octets = await self._stream.receive()
+        now_ms = self._network.now_ms()
+        if octets:
+            self.connection.receive_data(octets, now_ms)
+        elif octets is not None:
+            self._eof = True
+            self.connection.receive_eof(now_ms)
+        elif not self._over:
+            self.connection.handle_timer(now_ms)
+        self.flush()
 
     async def _write(self) -> None:
         """Send what the stream did not take at once."""
         while True:
             await self._wake.wait()
             self._wake = trio.Event()
-            if self._unsent:
+            while self._unsent:
                 await self._stream.send(self._unsent)
                 self._unsent = memoryview(b"")
                 self.flush()

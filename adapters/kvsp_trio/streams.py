@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import socket
 from contextlib import suppress
+from typing import Final
 
 import trio
 
@@ -12,6 +13,9 @@ from kvsp_h2.frames import Buffer
 from kvsp_h2.pumping import RECEIVE_BYTES
 
 __all__ = ["AnyStream", "LoopSocket"]
+
+_READS_AT_A_TIME: Final = 4
+"""Reads of a socket before other tasks have their turn: a turn of trio's costs as much as a small read."""
 
 
 class LoopSocket:
@@ -22,20 +26,30 @@ class LoopSocket:
         self._socket = socket.socket(fileno=stream.socket.detach())
         self._socket.setblocking(False)
         self._memory = memory
-        self._waited = True
+        self._reads = _READS_AT_A_TIME
+
+    def receive_now(self) -> Buffer | None:
+        """Return what has arrived, in memory that all sockets share: no other task runs before it is dealt
+        with. None where there is nothing, or others are to have their turn first: then wait for `receive`."""
+        if self._reads >= _READS_AT_A_TIME:
+            return None
+        try:
+            size = self._socket.recv_into(self._memory)
+        except BlockingIOError:
+            return None
+        self._reads += 1
+        return self._memory[:size]
 
     async def receive(self) -> Buffer:
-        """Return what arrives, in memory that all sockets share: no other task runs before it is dealt
-        with."""
-        if not self._waited:
+        """Wait for what arrives, and return it as `receive_now` does."""
+        if self._reads < _READS_AT_A_TIME:
+            await trio.lowlevel.wait_readable(self._socket)
+        else:
             await trio.lowlevel.checkpoint()
-        self._waited = False
-        while True:
-            try:
-                return self._memory[: self._socket.recv_into(self._memory)]
-            except BlockingIOError:
-                await trio.lowlevel.wait_readable(self._socket)
-                self._waited = True
+        self._reads = 0
+        while (octets := self.receive_now()) is None:
+            await trio.lowlevel.wait_readable(self._socket)
+        return octets
 
     def send_some(self, octets: memoryview) -> int:
         """Send what goes without waiting; return how many octets that was. Errors show in `send`."""
@@ -62,6 +76,10 @@ class AnyStream:
 
     def __init__(self, stream: trio.abc.Stream) -> None:
         self._stream = stream
+
+    def receive_now(self) -> Buffer | None:
+        """Return None: it would have to wait."""
+        return None
 
     async def receive(self) -> Buffer:
         """Return what arrives."""
