@@ -56,6 +56,7 @@ _ROLES: Final[Mapping[str, tuple[str, ...]]] = {
 _START_S: Final = 120.0
 _ANSWER_S: Final = 30.0
 _KVSP: Final = (sys.executable, "-m", "kvsp_services.cli")
+_MEMBER: Final = (sys.executable, "-m", "kvsp_services.demo.member")
 _MEMORY_BYTES: Final = 1 << 30
 
 
@@ -108,7 +109,8 @@ class Member:
 class Cluster:
     """Index, controller, cache server, three instances and a front end.
 
-    A context: entering starts all of them, leaving stops them. `model_dir` is the model they serve.
+    A context: entering starts all of them, leaving stops them; none of them outlives this process, however
+    that ends. `model_dir` is the model they serve.
     """
 
     def __init__(self, directory: Path, model_dir: Path, *, loop: str = "trio", status_ttl_ms: int = 3000):
@@ -149,7 +151,7 @@ class Cluster:
 
     def command(self, member: Member) -> list[str]:
         """Return what runs a member."""
-        return [*_KVSP, "serve", str(member.config)]
+        return [*_MEMBER, "serve", str(member.config)]
 
     def _prepare(self) -> None:
         directory = self.directory
@@ -230,6 +232,7 @@ class Cluster:
     # Its processes
 
     def __enter__(self) -> Cluster:
+        self._lifeline, self._held = os.pipe()
         try:
             for name in self.members:
                 self.launch(name)
@@ -250,7 +253,7 @@ class Cluster:
         with member.log.open("ab") as log:
             member.process = subprocess.Popen(
                 self.command(member),
-                stdin=subprocess.DEVNULL,
+                stdin=self._lifeline,  # its other end is held by this process alone
                 stdout=log,
                 stderr=log,
                 env={**_environment(), **environment},
@@ -315,6 +318,8 @@ class Cluster:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        for end in (self._lifeline, self._held):
+            os.close(end)
 
     # What an operator sees and does
 

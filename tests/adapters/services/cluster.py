@@ -79,10 +79,12 @@ class Cluster:
 
     def start(self, *options: str) -> None:
         """Start the process, and wait until it is ready."""
-        command = [sys.executable, "-m", "kvsp_services.cli", "serve", str(self.config), *options]
+        command = [sys.executable, "-m", "kvsp_services.demo.member", "serve", str(self.config), *options]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         with (self.directory / "serve.log").open("ab") as log:
-            self.process = subprocess.Popen(command, stderr=log, text=True, env=environment)
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stderr=log, text=True, env=environment
+            )
         deadline = time.monotonic() + TIMEOUT_S
         while time.monotonic() < deadline and self.process.poll() is None:
             try:
@@ -108,11 +110,19 @@ class Cluster:
         """End the process at once."""
         if self.process is not None:
             self.process.send_signal(signal.SIGKILL)
-            self.process.wait()
+            self._wait()
 
     def stop(self) -> int:
         """Stop the process in order and return its exit status."""
         assert self.process is not None
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(TIMEOUT_S)
+        return self._wait()
+
+    def _wait(self) -> int:
+        assert self.process is not None
+        assert self.process.stdin is not None
+        try:
+            return self.process.wait(TIMEOUT_S)
+        finally:
+            self.process.stdin.close()  # by which it would end, too
