@@ -350,6 +350,8 @@ class Driver:
                 outcome: JobDone | JobFailed = _tier_work(effect, tier, buffer, self._ranges)
             except BlockFault as fault:
                 outcome = JobFailed(effect.job_id, fault.fault)
+            except MemoryError:
+                outcome = JobFailed(effect.job_id, JobFault.BUSY)
             except Exception:
                 outcome = JobFailed(effect.job_id, JobFault.BROKEN)
             if tier.blocking:

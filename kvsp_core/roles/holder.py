@@ -67,7 +67,6 @@ from kvsp_core.roles.role import (
     Input,
     JobDone,
     JobFailed,
-    JobFault,
     Load,
     ReadBlock,
     ReceiveBlock,
@@ -94,6 +93,7 @@ _NO_LAYERS: Final = Problem(LAYERS_UNAVAILABLE, "layers: not all of them are hel
 _NO_CODEC: Final = Problem(NOT_ACCEPTABLE, "codec: the block is held in another, and is not transcoded here")
 _FULL: Final = Problem(STORAGE_FULL, "no room for the block; what is held is leased or in use")
 _BUSY: Final = Problem(UNAVAILABLE, "too much is being stored at a time; try again soon")
+_NOT_NOW: Final = Problem(UNAVAILABLE, "files or memory are short here; try again soon, or another replica")
 _STOPPING: Final = Problem(UNAVAILABLE, "the holder is about to stop; use another one")
 _STARTING: Final = Problem(UNAVAILABLE, "the holder is still finding out what it holds; try again soon")
 _GOING: Final = Problem(UNAVAILABLE, "a replica of this key is just leaving; try again soon")
@@ -344,6 +344,7 @@ class Holder:
         self._blocks.was_read(reading.block)
         found = self._blocks.holdings.get(reading.block)
         sound = found is not None and isinstance(outcome, JobDone) and _is_sound(found[0], reading, outcome)
+        later = isinstance(outcome, JobFailed) and outcome.takes_nothing
         if not ended and sound:
             assert isinstance(outcome, JobDone)
             assert outcome.header is not None
@@ -354,12 +355,14 @@ class Holder:
             self._work.observe(
                 "kvsp_holder_read_bytes", 0 if reading.head_only else outcome.header.size_bytes
             )
+        elif not ended and found is not None and later:
+            self._work.emit(refuse(reading.request_id, _NOT_NOW, retry_after_s=1))
         elif not ended:
             self._work.emit(refuse(reading.request_id, _NOT_HELD))
         whole = reading.layers is None and sound
         if not whole or not self._blocks.moves.move_up(reading.block, reading.buffer, now_ms):
             self._work.free(reading.buffer)
-        if found is not None and not sound:
+        if found is not None and not sound and not later:
             self._work.observe("kvsp_holder_digest_failures")
             self._blocks.lose(reading.block, now_ms)
         if ended:
@@ -451,7 +454,7 @@ class Holder:
 
     def _written(self, storing: _Storing, outcome: JobDone | JobFailed, now_ms: int) -> None:
         if isinstance(outcome, JobFailed):
-            self._not_written(storing, outcome.fault)
+            self._not_written(storing, outcome)
             return
         self._arriving.discard(storing.block)
         self._blocks.hold(storing.block, storing.stored, storing.tier, now_ms)
@@ -465,11 +468,11 @@ class Holder:
         if storing.stored.name.scope_id in self.policy.purged:  # since it was let in
             self._blocks.delete((storing.block,), now_ms)
 
-    def _not_written(self, storing: _Storing, fault: JobFault) -> None:
+    def _not_written(self, storing: _Storing, failed: JobFailed) -> None:
         """Try the next tier that has room as it is; without one the block is not kept."""
         size_bytes = storing.stored.header.size_bytes
         self._blocks.holdings.release(storing.tier, size_bytes)
-        self._work.observe("kvsp_holder_store_failures", tier=storing.tier, fault=fault.value)
+        self._work.observe("kvsp_holder_store_failures", tier=storing.tier, fault=failed.fault.value)
         tiers = self._blocks.holdings.tiers
         for tier in tiers[tiers.index(storing.tier) + 1 :]:
             if self._blocks.holdings.free_bytes(tier) >= size_bytes:
@@ -478,7 +481,8 @@ class Holder:
         self._arriving.discard(storing.block)
         if storing.request_id is not None:
             self._work.free(storing.buffer)
-            self._work.emit(refuse(storing.request_id, _FULL))
+            problem, retry_after_s = (_NOT_NOW, 1) if failed.takes_nothing else (_FULL, None)
+            self._work.emit(refuse(storing.request_id, problem, retry_after_s=retry_after_s))
         else:
             self._news.append(BlockNotAdded(storing.ticket, storing.stored.name))
 

@@ -138,7 +138,7 @@ class Imports:
                 each.read[purpose.index] = purpose.buffer, item.header.size_bytes
             else:
                 self._work.free(purpose.buffer)
-            if failed:
+            if failed and not (isinstance(item, JobFailed) and item.takes_nothing):
                 self._work.emit(*self._blocks.lost(name, now_ms))
         else:
             each.imported += not failed

@@ -473,7 +473,7 @@ class Shards:
             return
         self._moving.remove((read.map_id, read.block))
         self._work.free(read.buffer)
-        if not sound:
+        if not sound and not (isinstance(item, JobFailed) and item.takes_nothing):
             self._work.emit(*self._blocks.lost(read.name, now_ms))
 
     def _loaded(self, load: _LoadFor, item: JobDone | JobFailed, wanted: bool) -> None:

@@ -83,8 +83,9 @@ class _Entry:
 class Publisher:
     """Keeps the index informed of the blocks of one holder.
 
-    `record_of` makes the record of a block. `random_bytes` spreads retries. `index_uris` are the parts of the
-    index; where there is none, nothing is published, and withdrawals are over at once.
+    `record_of` makes the record of a block. `random_bytes` spreads retries, and refreshes after them.
+    `index_uris` are the parts of the index; where there is none, nothing is published, and withdrawals are
+    over at once.
     """
 
     def __init__(
@@ -261,9 +262,12 @@ class Publisher:
             ttl_ms = decode(PublishAnswer, body).ttl_ms
         except RemoteProtocolError:
             ttl_ms = self.ttl_ms
+        refresh_ms = max(1, min(ttl_ms, self.ttl_ms) // 3)
+        if entry.retries:  # what an outage has bunched is spread again
+            refresh_ms = 1 + self._drawn_below(refresh_ms)
         entry.retries = 0
         entry.acknowledged_until_ms = entry.listed_until_ms = now_ms + ttl_ms
-        self._schedule(block, entry, now_ms + max(1, min(ttl_ms, self.ttl_ms) // 3))
+        self._schedule(block, entry, now_ms + refresh_ms)
         self._take_up(block, entry)
 
     def _retry(self, block: str, entry: _Entry, now_ms: int) -> None:
@@ -272,8 +276,10 @@ class Publisher:
             return
         delay_ms = PUBLISH_RETRY_MS << min(entry.retries, 6)
         entry.retries += 1
-        jitter_ms = int.from_bytes(self._random_bytes(4), "big") % delay_ms
-        self._schedule(block, entry, now_ms + delay_ms // 2 + jitter_ms)
+        self._schedule(block, entry, now_ms + delay_ms // 2 + self._drawn_below(delay_ms))
+
+    def _drawn_below(self, bound: int) -> int:
+        return int.from_bytes(self._random_bytes(4), "big") % bound
 
     def _forget(self, block: str) -> None:
         del self._entries[block]

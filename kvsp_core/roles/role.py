@@ -135,6 +135,8 @@ class JobFault(Enum):
     """No room in that tier; nothing was kept."""
     BROKEN = "broken"
     """The tier does not work."""
+    BUSY = "busy"
+    """Not now: files or memory are short. Nothing has changed, and the same job may succeed later."""
 
 
 # Inputs: requests that reach the role
@@ -293,6 +295,11 @@ class JobFailed:
 
     job_id: int
     fault: JobFault
+
+    @property
+    def takes_nothing(self) -> bool:
+        """Whether what the job was about is as it was, and is not to be taken for lost."""
+        return self.fault is JobFault.BUSY
 
 
 @attrs.frozen

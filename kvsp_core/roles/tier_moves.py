@@ -164,8 +164,11 @@ class TierMoves:
             if held and sound:
                 self._store(move)
                 return
-            self._end(move, now_ms, stays=held and sound)
-            if held and not sound:
+            later = isinstance(item, JobFailed) and item.takes_nothing
+            if later:
+                self._rests_until_ms[move.target] = now_ms + _REST_MS
+            self._end(move, now_ms, stays=held and (sound or later))
+            if held and not sound and not later:
                 self._lost(move.block, now_ms)
             return
         if isinstance(item, JobFailed):

@@ -185,6 +185,7 @@ def storm(holders: int = 500, blocks: int = 4, ttl_ms: int = 60_000, gone_ms: in
         f" of it; the index is gone for {gone_ms // 1000} s and comes back empty. Everything is back"
         f" {(whole_ms or 0) / 1000:.0f} s after that; it gets {most / max(1, steady):.1f} times as many"
         " requests a second as before, at most. What is tried while it is gone mostly never leaves a holder,"
-        " whose connections wait before they are tried again. In simulated time, with the shipped roles."
+        " whose connections wait before they are tried again. What failed meanwhile is refreshed next after a"
+        " drawn part of a third of the TTL. In simulated time, with the shipped roles."
     )
     return section

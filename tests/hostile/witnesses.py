@@ -65,12 +65,12 @@ class Streams:
         try:
             self._client.ask(question.prompt, max_tokens=question.max_tokens, into=reply)
         except (openai.OpenAIError, OSError) as error:
-            self._cut(reply.text, question, self._front_gone() != before, type(error).__name__)
+            self._cut(reply.text, question, self._front_gone() != before, type(error).__name__, str(error))
             return
         except Exception as error:  # httpx says it in its own words when a stream breaks off
             if type(error).__module__.partition(".")[0] not in ("httpx", "httpcore"):
                 raise
-            self._cut(reply.text, question, self._front_gone() != before, type(error).__name__)
+            self._cut(reply.text, question, self._front_gone() != before, type(error).__name__, str(error))
             return
         if reply.reason not in ("stop", "length"):
             self._cut(reply.text, question, self._front_gone() != before, "it broke off")
@@ -80,7 +80,7 @@ class Streams:
             self._tally.add("answers whole")
             self._tally.add("tokens", reply.output_tokens)
 
-    def _cut(self, text: str, question: Question, front_gone: bool, why: str) -> None:
+    def _cut(self, text: str, question: Question, front_gone: bool, why: str, detail: str = "") -> None:
         if not question.text.startswith(text):
             self._tally.breach("a part of an answer is not the beginning of the undisturbed one")
         elif front_gone:
@@ -90,7 +90,8 @@ class Streams:
             self._tally.add("questions refused")  # before anything was promised
             time.sleep(0.05)
         else:
-            self._tally.breach(f"an answer ended after {len(text)} characters ({why}), its front end alive")
+            said = f"{why}: {detail}" if detail else why
+            self._tally.breach(f"an answer ended after {len(text)} characters ({said}), its front end alive")
 
 
 class Blocks:

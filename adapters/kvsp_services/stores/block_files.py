@@ -39,7 +39,11 @@ _PREFIX_BYTES: Final = len(_MAGIC) + SALT_BYTES + _LENGTH.size
 _MAX_SEALED_HEADER_BYTES: Final = 1 << 24
 _CLEAN: Final = "clean-stop"
 _UNFINISHED: Final = ".part"
-_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FAULTS: Final = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), JobFault.FULL),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN), JobFault.BUSY),
+}
+"""What errors of the system say of a tier; of others, that it does not work."""
 _KEY_CHECK: Final = "key-check"
 
 
@@ -154,8 +158,7 @@ class FileTier:
         except OSError as error:
             with self._lock:
                 self.used_bytes -= added
-            fault = JobFault.FULL if error.errno in _NO_ROOM else JobFault.BROKEN
-            raise BlockFault(fault) from error
+            raise _fault_of(error) from error
         with self._lock:
             self._held.pop(file, None)
             self._held[file] = (data.nbytes, now_ms, block.name)
@@ -204,7 +207,7 @@ class FileTier:
             self._remove(file)
             raise BlockFault(JobFault.CORRUPT) from None
         except OSError as error:
-            raise BlockFault(JobFault.BROKEN) from error
+            raise _fault_of(error) from error
 
     def _read(
         self, file: str, descriptor: int, layers: tuple[int, int] | None, acquire: Callable[[int], memoryview]
@@ -337,6 +340,10 @@ class FileTier:
 
     def _cipher(self, salt: bytes) -> AESGCM:
         return AESGCM(derive_key(self._storage_key, "block", salt))
+
+
+def _fault_of(error: OSError) -> BlockFault:
+    return BlockFault(_FAULTS.get(error.errno or 0, JobFault.BROKEN))
 
 
 def _nonce(number: int) -> bytes:

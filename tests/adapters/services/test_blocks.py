@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import random
@@ -307,7 +308,13 @@ def test_retention_deletes_also_what_aged_while_nothing_ran(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("number", "fault"), [(28, JobFault.FULL), (30, JobFault.BROKEN), (5, JobFault.BROKEN)]
+    ("number", "fault"),
+    [
+        (errno.ENOSPC, JobFault.FULL),
+        (errno.EROFS, JobFault.BROKEN),
+        (errno.EIO, JobFault.BROKEN),
+        (errno.EMFILE, JobFault.BUSY),
+    ],
 )
 def test_a_disk_that_fails_keeps_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, fault: JobFault
@@ -329,17 +336,21 @@ def test_a_disk_that_fails_keeps_nothing(
     put(tier, 2)
 
 
+@pytest.mark.parametrize(
+    ("number", "fault"),
+    [(errno.EIO, JobFault.BROKEN), (errno.EMFILE, JobFault.BUSY), (errno.ENOMEM, JobFault.BUSY)],
+)
 def test_a_file_that_cannot_be_read_is_a_miss_and_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, fault: JobFault
 ) -> None:
     tier = file_tier(tmp_path)
     put(tier, 1)
 
     def fail(*_: object) -> bytes:
-        raise OSError(5, os.strerror(5))
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(block_files, "_read_exactly", fail)
-    assert fault_of(lambda: tier.read(named(1), None, acquire)) is JobFault.BROKEN
+    assert fault_of(lambda: tier.read(named(1), None, acquire)) is fault
     assert file_tier(tmp_path).catalogue() == ()
     monkeypatch.undo()
     assert len(file_tier(tmp_path).catalogue()) == 1

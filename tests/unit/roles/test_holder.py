@@ -260,6 +260,25 @@ def test_the_next_tier_takes_what_the_first_cannot() -> None:
     assert faulty.buffers == {}
 
 
+@pytest.mark.requirement("BR-6")
+def test_what_cannot_be_read_or_written_right_now_is_not_lost() -> None:
+    loop = Loop().start()
+    assert loop.put(K[0]) == 201
+    loop.index_answers()
+    loop.faults["host"] = JobFault.BUSY
+    for operation in (GetBlock(COMPAT, SCOPE, K[0]), HeadBlock(COMPAT, SCOPE, K[0], layers=(0, 0))):
+        refused = loop.ask(operation)
+        assert refused is not None
+        assert (refused.response.status, refused.response.retry_after_s) == (503, 1)
+    assert loop.put(K[1]) == 503
+    assert loop.answers[loop.last_request].response.retry_after_s == 1
+    assert loop.to_index() == []
+    loop.faults.clear()
+    assert loop.get(K[0]).status == 200
+    assert loop.put(K[1]) == 201
+    assert loop.buffers == {}
+
+
 # Retrieval
 
 
@@ -335,7 +354,7 @@ def test_octets_that_are_not_what_was_stored_are_a_miss_and_go() -> None:
     assert loop.put(K[0]) == 201
 
 
-@pytest.mark.parametrize("fault", list(JobFault))
+@pytest.mark.parametrize("fault", [fault for fault in JobFault if fault is not JobFault.BUSY])
 def test_a_tier_that_cannot_read_is_a_miss(fault: JobFault) -> None:
     loop = Loop().start()
     loop.put(K[0])

@@ -278,6 +278,21 @@ def test_a_block_that_is_lost_on_the_way_is_computed() -> None:
     world.do(JobDone(second.job_id, header=None))
     assert world.of(engine.StartSequence)[0].cached_tokens == 0
     assert world.beside.kept == {}
+    assert KEYS[0] not in world.beside.held()
+
+
+def test_a_block_that_cannot_be_read_right_now_is_computed_and_stays() -> None:
+    from kvsp_core.roles.role import JobFailed, JobFault
+
+    world = World()
+    world.beside.hold(*KEYS)
+    world.begin(PROMPT)
+    first, second = world.of(ReadBlock)
+    world.answered_jobs.update((first.job_id, second.job_id))
+    world.do(JobFailed(first.job_id, JobFault.BUSY))
+    world.do(JobFailed(second.job_id, JobFault.BUSY))
+    assert world.of(engine.StartSequence)[0].cached_tokens == 0
+    assert world.beside.held() == set(KEYS)
 
 
 @pytest.mark.requirement("BR-5")

@@ -418,6 +418,19 @@ def test_a_shard_that_the_engine_does_not_take_or_the_tier_does_not_give_is_not_
     assert world.beside.held() == {KEYS[1]}
 
 
+def test_a_block_of_a_shard_that_cannot_be_read_right_now_stays() -> None:
+    world = World()
+    world.ask(PC, ReshardGroup(), plan(4, 5, fetch=(FetchRange(tokens=(0, 8), from_=HOLDER),)))
+    world.load(*KEYS)
+    world.ask(PC, ReshardGroup(), ReshardCommit(map="m", commit=5))
+    first, second = list(world.jobs())
+    world.answered_jobs.update((first.job_id, second.job_id))
+    world.do(JobFailed(first.job_id, JobFault.BUSY))
+    world.do(JobFailed(second.job_id, JobFault.BUSY))
+    assert world.of(engine.LoadShard) == []
+    assert world.beside.held() == set(KEYS)
+
+
 def test_a_plan_whose_ranges_are_no_blocks_is_refused() -> None:
     world = World()
     request, _ = world.ask(PC, ReshardGroup(), plan(4, 5, fetch=(FetchRange(tokens=(0, 6), from_=HOLDER),)))

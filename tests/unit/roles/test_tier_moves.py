@@ -11,7 +11,7 @@ from kvsp_core.bodies import decode
 from kvsp_core.records import ReplicaRecord
 from kvsp_core.resources import GetBlock
 from kvsp_core.roles.holdings import TierLimits
-from kvsp_core.roles.role import BlockName, Call, Drop, JobFault, ReadBlock, Store
+from kvsp_core.roles.role import BlockName, Call, Drop, JobFailed, JobFault, ReadBlock, Store
 from tests.unit.roles.holder_kit import COMPAT, SCOPE, Loop, container, problem_of
 
 K = [hashlib.sha256(bytes([i])).hexdigest() for i in range(40)]
@@ -200,6 +200,31 @@ def test_a_tier_that_does_not_take_a_block_is_left_alone_for_a_while(loop: Loop)
     loop.index_answers()
     assert len([e for e in loop.log if isinstance(e, Store) and e.tier == LOCAL]) == tried
     loop.faults.clear()
+    loop.at(loop.now_ms + 1000)
+    loop.get(K[7])
+    assert len(numbers_in(loop, LOCAL)) == 1
+
+
+@pytest.mark.requirement("BR-6")
+def test_a_block_that_cannot_be_read_right_now_stays_and_moves_later(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(loop, 7)
+    loop.index_answers()
+    tried: list[ReadBlock] = []
+
+    def busy(effect: Any) -> Any:
+        if isinstance(effect, ReadBlock):
+            tried.append(effect)
+            return JobFailed(effect.job_id, JobFault.BUSY)
+        return Loop._job(loop, effect)
+
+    monkeypatch.setattr(loop, "_job", busy)
+    fill(loop, 1, first=7)
+    assert len(tried) == 1
+    assert loop.index_answers() == [("PUT", K[7])]
+    assert numbers_in(loop, HOST) == set(range(8))
+    monkeypatch.undo()
     loop.at(loop.now_ms + 1000)
     loop.get(K[7])
     assert len(numbers_in(loop, LOCAL)) == 1
