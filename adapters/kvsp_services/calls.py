@@ -66,7 +66,8 @@ class OutgoingCall:
         self._sends = sends
         self._target = target
         self._exchange: Outgoing | None = None
-        self._response: Response | None = None
+        self.response: Response | None = None
+        """The head of the answer, once it has come."""
         self._receiver: DocumentReceiver | ContainerReceiver | LineReceiver | None = None
         self._over = False
         self.deadline_ms = loop.now_ms() + call.timeout_ms
@@ -91,7 +92,7 @@ class OutgoingCall:
         """Take note of the head of the answer, which says how the rest is taken in."""
         if self._over:
             return
-        self._response = response
+        self.response = response
         call = self._call
         limit = call.limit_bytes if call.limit_bytes is not None else MAX_DOCUMENT_BYTES
         try:
@@ -156,10 +157,10 @@ class OutgoingCall:
 
     def body_ended(self) -> None:
         """Take note that the answer is whole, and hand it over."""
-        if self._over or self._response is None or self._receiver is None:
+        if self._over or self.response is None or self._receiver is None:
             return
         try:
-            answer = self._answer(self._response, self._receiver)
+            answer = self._answer(self.response, self._receiver)
         except Refusal as refusal:
             self._give_up(refusal)
             return

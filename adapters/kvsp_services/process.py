@@ -56,6 +56,7 @@ from kvsp_services.policy import read_policy
 from kvsp_services.ports import Loop
 from kvsp_services.stores.blocks import BlockTier
 from kvsp_services.stores.durable import DurableStore, GroupCommitter, NoStore
+from kvsp_services.tracing import TracedDriver, open_traces
 from kvsp_services.wire import ServedRole, ServicePeers
 
 __all__ = ["Process", "RunningRole", "running", "serve"]
@@ -157,7 +158,9 @@ class RunningRole:
         )
         self.role = make_role(self.section, materials)
         self._start_engine()
-        driver = Driver(
+        traces = None if process.exporting is None else process.exporting.of_role(self.name)
+        make = Driver if traces is None else partial(TracedDriver, traces=traces)
+        driver = make(
             self.role,
             process.loop,
             ServicePeers.of_network(process.network, self.credentials),
@@ -311,6 +314,7 @@ class Process:
         self.loop = loop
         self.network = network
         self.metrics = metrics
+        self.exporting = open_traces()
         self.pool = BufferPool()
         self.storage_key = read_storage_key(config)
         self.descriptors = read_descriptors(config)
@@ -413,6 +417,8 @@ class Process:
         """Close every role; blocks."""
         for role in self.roles:
             role.close()
+        if self.exporting is not None:
+            self.exporting.close()
 
 
 @asynccontextmanager

@@ -208,3 +208,20 @@ def test_paths_and_digests_do_not_show() -> None:
     assert "abc" not in shown
     assert EMPTY not in shown
     assert "abc" not in repr(Response(status=201, location="leases/abc"))
+
+
+@pytest.mark.parametrize(
+    ("field", "read"),
+    [
+        (b"00-" + b"a" * 32 + b"-" + b"b" * 16 + b"-01", "00-" + "a" * 32 + "-" + "b" * 16 + "-01"),
+        (b"00-" + b"A" * 32 + b"-" + b"b" * 16 + b"-01", None),
+        (b"00-short", None),
+        (b"x" * 5000, None),
+    ],
+)
+def test_the_span_that_a_request_belongs_to_is_carried_along_or_ignored(
+    field: bytes, read: str | None
+) -> None:
+    head = request_from_fields("GET", "leases", "", [(b"traceparent", field)], has_body=False)
+    assert head.traceparent == read
+    assert ((b"traceparent", field) in request_fields(head)) == (read is not None)

@@ -81,9 +81,12 @@ class Cluster:
         """Start the process, and wait until it is ready."""
         command = [sys.executable, "-m", "kvsp_services.demo.member", "serve", str(self.config), *options]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        with (self.directory / "serve.log").open("ab") as log:
+        with (
+            (self.directory / "serve.log").open("ab") as log,
+            (self.directory / "serve.out").open("ab") as out,
+        ):
             self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stderr=log, text=True, env=environment
+                command, stdin=subprocess.PIPE, stdout=out, stderr=log, text=True, env=environment
             )
         deadline = time.monotonic() + TIMEOUT_S
         while time.monotonic() < deadline and self.process.poll() is None:
