@@ -54,6 +54,14 @@ def vllm_rows(directory: Path) -> Iterator[Row]:
         yield row(f"vllm.load_{length}.vs_files", loaded[length] / from_files[length], "ratio")
 
 
+def prompt_of(length: int, number: int) -> list[int]:
+    """Return a prompt with a prefix of this length, which no prompt of another length or number begins
+    with."""
+    from tests.vllm.kit import prompt_tokens
+
+    return prompt_tokens(MODEL, length + REST, skip=40 * number + 7 * LENGTHS.index(length) + 7)
+
+
 def timed(deployment: Any, options: dict[str, Any], log: Path) -> tuple[dict[int, float], dict[int, float]]:
     """Return the seconds to the first token, for each length, computed and loaded."""
     from tests.vllm.kit import Engine, prompt_tokens
@@ -65,7 +73,7 @@ def timed(deployment: Any, options: dict[str, Any], log: Path) -> tuple[dict[int
         for length in LENGTHS:
             taken: tuple[list[float], list[float]] = ([], [])
             for number in range(ROUNDS):
-                prompt = prompt_tokens(MODEL, length + REST, skip=40 * number + 7)
+                prompt = prompt_of(length, number)
                 for times, cached in zip(taken, (0, length), strict=True):
                     result = engine.generate(prompt, tokens=1)
                     assert result["results"][0]["cached"] == cached
@@ -83,7 +91,7 @@ def numpy_rows(deployment: Any) -> Iterator[Row]:
     from kvsp_client.model_dir import descriptor_of_directory
     from kvsp_core.identity import Scope
     from kvsp_engines.llama import Llama
-    from tests.vllm.kit import SCOPE_KEY, prompt_tokens
+    from tests.vllm.kit import SCOPE_KEY
 
     llama = Llama(MODEL, kv_dtype="fp32")
     descriptor = descriptor_of_directory(MODEL, block_tokens=32)
@@ -91,7 +99,7 @@ def numpy_rows(deployment: Any) -> Iterator[Row]:
     credentials = Credentials(folder / "engine.pem", folder / "engine.key", folder / "ca.pem")
     with BlockingClient(credentials, index=deployment.index.uri) as client:
         for length in LENGTHS:
-            prompt = prompt_tokens(MODEL, length + REST, skip=7)
+            prompt = prompt_of(length, 0)
             keys = PrefixKeys.of(Scope(SCOPE_KEY), descriptor, prompt[:length])
             client.lookup(keys)  # connects
             started = time.perf_counter()
