@@ -39,8 +39,8 @@ from kvsp_core.roles.engine import (
 from kvsp_core.roles.role import JobDone, JobFailed, JobFault
 from kvsp_sim.blocks import described
 from kvsp_sim.facts import Fact, LayersUsed, TokenDrawn
-from kvsp_sim.properties import extend_history
 from kvsp_sim.randomness import Randomness
+from kvsp_sim.session_properties import extend_history
 
 __all__ = ["KINDS", "EngineSpeed", "SimulatedEngine", "block_octets", "next_token"]
 

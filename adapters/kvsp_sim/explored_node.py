@@ -60,7 +60,7 @@ from kvsp_sim.disk import apply_write, catalogue
 from kvsp_sim.facts import Fact
 from kvsp_sim.host import WALL_CLOCK_MS, RoleFactory, Start
 from kvsp_sim.messages import Answer, Message, Question
-from kvsp_sim.properties import Property
+from kvsp_sim.property import Property
 from kvsp_sim.snapshot import copied, frozen
 from kvsp_sim.wire import request_on_wire, response_on_wire
 from kvsp_sim.witness import Witness

@@ -47,7 +47,8 @@ from kvsp_sim.explored_node import (
 )
 from kvsp_sim.facts import Fact, LineSeen, TokenDelivered
 from kvsp_sim.messages import Answer, Message, Question
-from kvsp_sim.properties import Properties, Violation
+from kvsp_sim.properties import Properties
+from kvsp_sim.property import Violation
 from kvsp_sim.snapshot import copied
 from kvsp_sim.wire import request_line
 

@@ -33,8 +33,8 @@ from kvsp_core.roles.work import Numbers
 from kvsp_sim.engine import block_octets
 from kvsp_sim.explored_node import ExploredNode
 from kvsp_sim.host import Start
-from kvsp_sim.properties import extend_history
 from kvsp_sim.session_group import ABSENT, CONTROLLER, MODEL, SCOPE
+from kvsp_sim.session_properties import extend_history
 
 __all__ = ["ReshardGroup", "ShardEngine", "begin_resharding"]
 

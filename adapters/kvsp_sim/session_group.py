@@ -46,7 +46,7 @@ from kvsp_sim.cluster import DESCRIPTOR
 from kvsp_sim.explored_node import ExploredNode
 from kvsp_sim.facts import OutputEnded, StreamOpened, TokenDelivered, TokenDrawn
 from kvsp_sim.host import Start
-from kvsp_sim.properties import extend_history
+from kvsp_sim.session_properties import extend_history
 
 __all__ = ["ABSENT", "CONTROLLER", "FRONT_END", "MODEL", "SCOPE", "USER_EFFECTS", "SessionGroup", "ask"]
 

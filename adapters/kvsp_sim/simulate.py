@@ -16,7 +16,7 @@ from typing import Final, TextIO
 import attrs
 
 from kvsp_sim.cluster import Options, SimulatedCluster
-from kvsp_sim.properties import Violation
+from kvsp_sim.property import Violation
 from kvsp_sim.trace import Trace
 
 __all__ = ["Options", "Outcome", "run_seed", "run_seeds"]

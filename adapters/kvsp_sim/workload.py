@@ -16,8 +16,8 @@ import attrs
 
 from kvsp_core.records import Sampler
 from kvsp_sim.engine import VOCABULARY
-from kvsp_sim.properties import extend_history
 from kvsp_sim.randomness import Randomness
+from kvsp_sim.session_properties import extend_history
 
 __all__ = ["Wish", "Workload"]
 

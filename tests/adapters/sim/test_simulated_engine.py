@@ -23,8 +23,8 @@ from kvsp_core.roles.engine import (
 from kvsp_core.roles.role import JobDone, JobFailed
 from kvsp_sim.engine import EngineSpeed, SimulatedEngine, block_octets
 from kvsp_sim.facts import Fact, LayersUsed, TokenDrawn
-from kvsp_sim.properties import extend_history
 from kvsp_sim.randomness import Randomness
+from kvsp_sim.session_properties import extend_history
 from kvsp_sim.world import World
 
 DESCRIPTOR = CompatibilityDescriptor.from_members(
