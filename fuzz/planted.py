@@ -51,6 +51,15 @@ class Planted(NamedTuple):
     path: Path
 
 
+class Look(NamedTuple):
+    """What came of looking for a planted fault: what went wrong (None where it was found each time), and
+    after how many seeds it was found in each range.
+    """
+
+    wrong: str | None
+    seeds: tuple[int, ...] = ()
+
+
 def read_planted() -> list[Planted]:
     """Return all planted faults, by name."""
     found = []
@@ -69,10 +78,9 @@ def read_planted() -> list[Planted]:
     return found
 
 
-def look_for(planted: Planted, *, ranges: int = len(RANGES)) -> str | None:
-    """Plant a fault in a copy and look; return None where it was found each time, or what went wrong.
-
-    `ranges` is how many of the ranges of seeds are looked through.
+def look_for(planted: Planted, *, ranges: int = len(RANGES)) -> Look:
+    """Plant a fault in a copy and look for it. `ranges` is how many of the ranges of seeds are looked
+    through.
     """
     with tempfile.TemporaryDirectory(prefix="kvsp-planted-") as directory:
         tree = Path(directory)
@@ -81,17 +89,19 @@ def look_for(planted: Planted, *, ranges: int = len(RANGES)) -> str | None:
         patch = ["patch", "-p1", "--batch", "--silent", "--forward", "-i", str(planted.path)]
         done = subprocess.run(patch, cwd=tree, capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            return f"the patch does not apply any more, record it anew: {done.stdout.strip()[:200]}"
+            return Look(f"the patch does not apply any more, record it anew: {done.stdout.strip()[:200]}")
         explorations = [command for command in planted.commands if command[0] == "explore"]
         simulations = [command for command in planted.commands if command[0] == "simulate"]
+        seeds: tuple[int, ...] = ()
         for command in (*explorations, *simulations[:ranges]):
-            wrong = _look(tree, command, planted.breaks)
-            if wrong is not None:
-                return f"{' '.join(command)}: {wrong}"
-    return None
+            look = _look(tree, command, planted.breaks)
+            if look.wrong is not None:
+                return Look(f"{' '.join(command)}: {look.wrong}", seeds)
+            seeds += look.seeds
+    return Look(None, seeds)
 
 
-def _look(tree: Path, command: Sequence[str], breaks: Sequence[str]) -> str | None:
+def _look(tree: Path, command: Sequence[str], breaks: Sequence[str]) -> Look:
     environment = {
         **os.environ,
         "PYTHONDONTWRITEBYTECODE": "1",
@@ -107,15 +117,16 @@ def _look(tree: Path, command: Sequence[str], breaks: Sequence[str]) -> str | No
         check=False,
     )
     if done.returncode == 0:
-        return "it was not found"
+        return Look("it was not found")
     if not any(f"{name}{mark}" in done.stdout for name in breaks for mark in (":", " at ")):
         said = (done.stdout + done.stderr).strip().splitlines()
-        return f"something else was found: {said[-1] if said else 'nothing was said'}"
-    return None
+        return Look(f"something else was found: {said[-1] if said else 'nothing was said'}")
+    count = re.search(r"^(\d+) seeds, ", done.stdout, re.MULTILINE)
+    return Look(None, (int(count[1]),) if count else ())
 
 
 def main(arguments: list[str]) -> int:
-    """Look for the chosen faults; return 0 where each was found."""
+    """Look for the chosen faults; print after how many seeds each was found; return 0 where each was."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -131,10 +142,13 @@ def main(arguments: list[str]) -> int:
     with ThreadPoolExecutor(options.jobs) as pool:
         results = pool.map(lambda planted: look_for(planted, ranges=options.ranges), chosen)
         missed = 0
-        for planted, wrong in zip(chosen, results, strict=True):
-            verdict = "found" if wrong is None else "MISSED"
-            print(f"{verdict:<7} {planted.name}" + (f": {wrong}" if wrong else ""), flush=True)
-            missed += wrong is not None
+        for planted, look in zip(chosen, results, strict=True):
+            verdict = "found" if look.wrong is None else "MISSED"
+            said = [look.wrong] if look.wrong else []
+            if look.seeds:
+                said.append("after so many seeds of each range: " + ", ".join(map(str, look.seeds)))
+            print(": ".join((f"{verdict:<7} {planted.name}", *said)), flush=True)
+            missed += look.wrong is not None
     return 1 if missed else 0
 
 

@@ -16,7 +16,7 @@ from kvsp_sim.explorer import Bounds
 from kvsp_sim.host import Start
 from kvsp_sim.lease_group import HOLDER, TIER, LeaseClient, RoomSeeker, lease_holder, lease_policy
 from kvsp_sim.properties import LeasesHold, Properties
-from kvsp_sim.reshard_group import BLOCK_TOKENS, Coordinator, Member, PlainEngine
+from kvsp_sim.reshard_group import BLOCK_TOKENS, MAP, RESHARD_EFFECTS, Coordinator, Member, PlainEngine
 from kvsp_sim.reshard_roles_group import TIER as ROLES_TIER
 from kvsp_sim.reshard_roles_group import ReshardGroup, ShardEngine, begin_resharding
 from kvsp_sim.session_group import ABSENT, CONTROLLER, FRONT_END, USER_EFFECTS, SessionGroup, ask
@@ -60,7 +60,16 @@ def _reshard(crashes: str, members: int) -> tuple[Sequence[ExploredNode], Proper
     def take_part(name: str, start: Start) -> Member:
         return Member(start, name, coordinator)
 
-    nodes = [ExploredNode(coordinator, coordinate, witness=witness, can_crash=crashes == "controller")]
+    nodes = [
+        ExploredNode(
+            coordinator,
+            coordinate,
+            witness=witness,
+            can_crash=crashes == "controller",
+            own_effects=RESHARD_EFFECTS,
+        )
+    ]
+    nodes[0].waiting = frozenset({MAP})
     nodes += [
         ExploredNode(
             name,
@@ -127,6 +136,7 @@ def _reshard_roles(crashes: str, members: int) -> tuple[Sequence[ExploredNode], 
             witness=witness,
             can_crash=crashes == "controller",
             begin=begin_resharding,
+            own_effects=RESHARD_EFFECTS,
         ),
     ]
     nodes += [

@@ -255,7 +255,7 @@ class ExploredNode:
         self.local = local
         self.life = 0
         self.stored: Stored = {}
-        self.role: Role
+        self.role: Role = None  # type: ignore[assignment]  # made when the node starts
         self.calls: dict[int, _OpenCall] = {}
         self.requests: dict[int, _OpenRequest] = {}
         self.buffers: dict[int, bytes] = {}

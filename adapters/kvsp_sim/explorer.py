@@ -2,15 +2,18 @@
 
 A global state is: the state of each node, the set of the messages that may still arrive (any of them at any
 time, any number of times, or never), what the safety properties remember, and what is left of the budgets
-for crashes, failing calls and timers. Everything in it is interned as a small number, and what an event does
-to a node is computed once for each state of the node, however many global states contain it; so most of the
-work is looking up.
+for crashes, failing calls and timers. Everything in it is a small number (see `kvsp_sim.numbered`), so most
+of the work is looking up.
 
 What can make no difference any more is left out of the state, so that fewer are told apart:
 
 - An answer to a call that is over, and a part of a stream that has been taken: nobody takes it.
-- A GET that has arrived, or whose call is over: it changes nothing, and of several answers one would be
-  taken, so it is enough that the GET arrives when that one is made.
+- Of a question whose call is over, the call: it may still arrive, and who asked does not listen any more.
+- Such a late question, once it would change nothing at its node. Whether it would have changed something
+  later is looked at in the end, for every state that the node came to; if so, all is explored once more, and
+  the question stays.
+- When a question arrives that may arrive again and changes nothing at its node: it arrives at once, as any
+  answer may be late and may never arrive. A GET changes nothing, so all the answers it may get are there.
 - Once no crash can come, a node that only asks, waits for one answer and can take the next part of it, does
   so before anything else happens: nothing that others do can take that part away, and what they do is the
   same before it and after. Whether the call fails instead is tried too.
@@ -19,37 +22,37 @@ What can make no difference any more is left out of the state, so that fewer are
 
 Where there are users, nothing is tried any more once all have got their end.
 
-A violation comes with the shortest way to it. So does an end at which a user still waits: in a state where
-nothing more can happen, the calls that users wait for time out and the timers of the nodes go off, budgets or
-not, until the user has an end.
+A violation comes with the shortest way to it. So does an end at which somebody still waits, a user for output
+or a program for its reshards: in a state where nothing can happen but faults and the arrival of late
+questions, the calls of who waits time out and the timers of the nodes go off, budgets or not, until nobody
+waits.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Final, TypeAlias, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 import attrs
 
-from kvsp_core.errors import KVSPError
 from kvsp_sim.explored_node import (
     Begin,
     CallLost,
     Crash,
     Event,
     ExploredNode,
-    MessageArrives,
     PeerCrashed,
     Pending,
     Persisted,
     Timer,
 )
-from kvsp_sim.facts import Fact, LineSeen, TokenDelivered
-from kvsp_sim.messages import Answer, Message, Question
+from kvsp_sim.facts import LineSeen, TokenDelivered
+from kvsp_sim.messages import Message, Question
+from kvsp_sim.numbered import Broken, Interned, MessageSpace, NodeSpace, PropertySpace, bits
 from kvsp_sim.properties import Properties
 from kvsp_sim.property import Violation
-from kvsp_sim.snapshot import copied
 from kvsp_sim.wire import request_line
 
 __all__ = ["Bounds", "Exploration", "Finding", "explore"]
@@ -68,6 +71,11 @@ class Bounds:
     losses: int = 0
     timers: int | None = 0
     """None: any number."""
+    switches: int | None = None
+    """How often another node acts before the one that does has taken what has arrived for it; None: any
+    number."""
+    last_crash_last: bool = False
+    """Whether the last crash comes after the partitions only."""
 
 
 @attrs.frozen
@@ -89,218 +97,62 @@ class Exploration:
     finding: Finding | None
 
 
-Left: TypeAlias = tuple[int, int, int, int | None, int]
-"""Crashes, partitions, losses and timers that are left, and between which nodes there is a partition."""
+class Left(NamedTuple):
+    """What is left of the budgets, between which nodes there is a partition, and who acts (-1: anybody)."""
+
+    crashes: int
+    partitions: int
+    losses: int
+    timers: int | None
+    switches: int | None
+    parted: int = 0
+    acts: int = -1
+
 
 State: TypeAlias = tuple[int, ...]
 """The numbers of the nodes' states, of the messages, of what the properties remember and of what is left."""
 
-Done: TypeAlias = tuple[int, tuple[int, ...], tuple[Fact, ...]]
-"""The state of a node after an event, the messages it sent, and facts."""
 
-
-class _Broken:
-    """The outcome of an event that breaks a property, or a role."""
-
-    def __init__(self, violation: Violation) -> None:
-        self.violation = violation
-
-
-class _Interned:
-    """Values by number."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[Hashable, int] = {}
-        self.all: list[Any] = []
-
-    def number(self, value: Hashable) -> int:
-        number = self._numbers.get(value)
-        if number is None:
-            number = self._numbers[value] = len(self.all)
-            self.all.append(value)
-        return number
-
-
-class _NodeSpace:
-    """The states of one node that were met, and what each event does in each."""
-
-    def __init__(self, messages: _Messages) -> None:
-        self._messages = messages
-        self._numbers: dict[Hashable, int] = {}
-        self.nodes: list[ExploredNode] = []
-        self.own: list[list[Event]] = []
-        self.open: list[dict[int, int]] = []
-        """The calls that are open, by the number of their question: how many parts of the answer came."""
-        self.persisting: list[bool] = []
-        self.waiting: list[bool] = []
-        self._outcomes: dict[tuple[int, Event | int], Done | _Broken | None] = {}
-
-    def __len__(self) -> int:
-        return len(self.nodes)
-
-    def number(self, node: ExploredNode) -> int:
-        """Return the number of a node's state."""
-        key = node.freeze()
-        number = self._numbers.get(key)
-        if number is None:
-            number = self._numbers[key] = len(self.nodes)
-            self.nodes.append(node)
-            self.own.append(node.own_events())
-            self.persisting.append(node.persisting is not None)
-            self.waiting.append(bool(node.waiting))
-            self.open.append(
-                {self._messages.number(each.question): each.parts for each in node.calls.values()}
-            )
-        return number
-
-    def outcome(self, number: int, event: Event | int) -> Done | _Broken | None:
-        """Return what comes of an event; None where nothing is done.
-
-        `event` may be the number of a message that arrives.
-        """
-        key = (number, event)
-        if key not in self._outcomes:
-            self._outcomes[key] = self._compute(number, event)
-        return self._outcomes[key]
-
-    def _compute(self, number: int, event: Event | int) -> Done | _Broken | None:
-        if isinstance(event, int):
-            message = self._messages.all[event]
-            if not self.nodes[number].takes(message):
-                return None
-            event = MessageArrives(message)
-        node = self.nodes[number].copy()
-        try:
-            outcome = node.apply(event)
-        except Violation as violation:
-            return _Broken(violation)
-        except (KVSPError, AssertionError) as error:
-            return _Broken(Violation(type(error).__name__, f"{node.name} broke: {error}"))
-        sent = tuple(self._messages.number(message) for message in outcome.messages)
-        return self.number(node), sent, outcome.facts
-
-
-class _Messages:
-    """All messages met, numbered, and which of them go to which node."""
-
-    def __init__(self, nodes: Sequence[ExploredNode]) -> None:
-        self._nodes = nodes
-        self._place = {node.base_uri: place for place, node in enumerate(nodes)}
-        self._numbers: dict[Message, int] = {}
-        self.all: list[Message] = []
-        self.to: list[int] = [0] * len(nodes)  # bits of the messages to each node
-        self.once = 0
-        """Bits of those that arrive once."""
-        self.safe = 0
-        """Bits of the questions that change nothing."""
-        self.answers: dict[int, int] = {}
-        """Question -> bits of the answers to it."""
-        self.about: list[tuple[int, int, int]] = []
-        """For each message: the place of who asked, the number of the question, the part (-1: itself)."""
-
-    def number(self, message: Message) -> int:
-        number = self._numbers.get(message)
-        if number is not None:
-            return number
-        if isinstance(message, Answer):
-            question = self.number(message.question)
-            number = self._new(message, message.question.source)
-            self.answers[question] |= 1 << number
-            self.about.append((self._place.get(message.question.source, -1), question, message.part))
-            return number
-        number = self._new(message, message.target)
-        self.answers[number] = 0
-        self.about.append((self._place.get(message.source, -1), number, -1))
-        if message.request.method == "GET":
-            self.safe |= 1 << number
-            self.once |= 1 << number
-        target = self._place.get(message.target)
-        if target is not None and self._nodes[target].arrives_once(message):
-            self.once |= 1 << number
-        return number
-
-    def _new(self, message: Message, target: str) -> int:
-        number = self._numbers[message] = len(self.all)
-        self.all.append(message)
-        place = self._place.get(target)
-        if place is not None:
-            self.to[place] |= 1 << number
-        return number
-
-    def over(self, question: int, parts: int | None) -> int:
-        """Return the bits of what nobody takes any more: of a call that is over (None), or that has got so
-        many parts of its answer.
-        """
-        answers = self.answers[question]
-        if parts is None:
-            return answers | (self.safe & 1 << question)
-        taken, left = 0, answers
-        while left:
-            lowest = left & -left
-            left ^= lowest
-            if self.about[lowest.bit_length() - 1][2] < parts:
-                taken |= lowest
-        return taken
-
-
-class _PropertySpace:
-    """What the properties remember, numbered."""
-
-    def __init__(self, properties: Properties) -> None:
-        self._numbers: dict[Hashable, int] = {properties.freeze(): 0}
-        self._all = [properties]
-        self._outcomes: dict[tuple[int, tuple[Fact, ...]], int | _Broken] = {}
-
-    def outcome(self, number: int, facts: tuple[Fact, ...]) -> int | _Broken:
-        if not facts:
-            return number
-        key = (number, facts)
-        found = self._outcomes.get(key)
-        if found is None:
-            found = self._outcomes[key] = self._compute(number, facts)
-        return found
-
-    def _compute(self, number: int, facts: tuple[Fact, ...]) -> int | _Broken:
-        properties = copied(self._all[number])
-        try:
-            for fact in facts:
-                properties.observe(fact)
-        except Violation as violation:
-            return _Broken(violation)
-        key = properties.freeze()
-        found = self._numbers.get(key)
-        if found is None:
-            found = self._numbers[key] = len(self._all)
-            self._all.append(properties)
-        return found
-
+_BUDGETS: Final = 4
+"""So many members of `Left` are budgets for faults and timers."""
 
 _OF_A_STREAM: Final = (LineSeen, TokenDelivered)
 
 _T = TypeVar("_T")
 
 
-def _unbroken(outcome: _T | _Broken) -> _T:
+def _unbroken(outcome: _T | Broken) -> _T:
     """Return an outcome that is to be expected at the beginning."""
-    if isinstance(outcome, _Broken):
+    if isinstance(outcome, Broken):
         raise outcome.violation
     return outcome
 
 
 class _Search:
-    def __init__(self, nodes: Sequence[ExploredNode], properties: Properties, bounds: Bounds) -> None:
+    def __init__(
+        self,
+        nodes: Sequence[ExploredNode],
+        properties: Properties,
+        bounds: Bounds,
+        kept: AbstractSet[Message],
+    ) -> None:
         self.names = [node.name for node in nodes]
         self._count = len(nodes)
         self._nodes = nodes
-        self.messages = _Messages(nodes)
-        self.spaces = [_NodeSpace(self.messages) for _ in nodes]
-        self._properties = _PropertySpace(properties)
-        self._sets = _Interned()
-        self._lefts = _Interned()
-        left = self._lefts.number((*attrs.astuple(bounds), 0))
+        self.messages = MessageSpace(nodes)
+        self.spaces = [NodeSpace(self.messages) for _ in nodes]
+        self._properties = PropertySpace(properties)
+        self._left_out: dict[tuple[int, int], set[int]] = {}
+        self._kept = {self.messages.number(message) for message in kept}
+        self._sets = Interned()
+        self._lefts = Interned()
+        left = self._lefts.number(
+            Left(bounds.crashes, bounds.partitions, bounds.losses, bounds.timers, bounds.switches)
+        )
+        self._last_crash_last = bounds.last_crash_last
         self.first: State = self._begun(nodes, left)
-        self._have_users = [p for p in range(self._count) if self.spaces[p].waiting[self.first[p]]]
         self._only_ask = [place for place, node in enumerate(nodes) if node.only_asks]
+        self._have_users = [p for p in self._only_ask if self.spaces[p].waiting[self.first[p]]]
         self.reached: dict[State, tuple[State, int, Event | int] | None] = {self.first: None}
 
     # Beginning
@@ -310,7 +162,7 @@ class _Search:
         message arriving once, in the order in which they were sent.
         """
         numbers, sent, properties = [], 0, 0
-        for node, space in zip(nodes, self.spaces, strict=True):
+        for node, space in zip([node.copy() for node in nodes], self.spaces, strict=True):
             outcome = node.start()
             for message in outcome.messages:
                 sent |= 1 << self.messages.number(message)
@@ -343,13 +195,13 @@ class _Search:
 
     # Going on
 
-    def next_states(self, state: State) -> Iterator[tuple[State | _Broken, int, Event | int]]:
+    def next_states(self, state: State) -> Iterator[tuple[State | Broken, int, Event | int]]:
         """Go through what may happen next: the state then, at which node, and what."""
         count, spaces = self._count, self.spaces
         if self._have_users and not any(spaces[place].waiting[state[place]] for place in self._have_users):
             return
         left = self._lefts.all[state[-1]]
-        if not left[0]:
+        if not left.crashes:
             for place in range(count):
                 if spaces[place].persisting[state[place]]:
                     after = self._after(state, place, Persisted(), state[-1])
@@ -360,24 +212,46 @@ class _Search:
                 if self._gets_a_token(state, place):
                     yield from self._next_at(state, place, left)
                     return
-        for place in range(count):
-            yield from self._next_at(state, place, left)
+        if left.switches is None:
+            for place in range(count):
+                yield from self._next_at(state, place, left)
+        else:
+            yield from self._next_in_turn(state, left)
+
+    def _next_in_turn(self, state: State, left: Left) -> Iterator[tuple[State | Broken, int, Event | int]]:
+        """Go through what may happen next where it is bounded how often another node acts."""
+        busy = left.acts >= 0 and self._is_busy(state, left.acts)
+        for place in range(self._count):
+            switches = left.switches - (busy and place != left.acts)  # type: ignore[operator]
+            if switches >= 0:
+                yield from self._next_at(state, place, left._replace(switches=switches, acts=place))
+            else:
+                yield from self._next_at(state, place, left, only_crashes=True)
+
+    def _is_busy(self, state: State, place: int) -> bool:
+        """Return whether something has arrived for a node, or is under way in it."""
+        space, number = self.spaces[place], state[place]
+        if any(type(event) in (Persisted, Pending) for event in space.own[number]):
+            return True
+        arriving = self._sets.all[state[self._count]] & self.messages.to[place] & ~self.messages.lates
+        return any(space.outcome(number, message) is not None for message in bits(arriving))
 
     def _next_at(
-        self, state: State, place: int, left: Left
-    ) -> Iterator[tuple[State | _Broken, int, Event | int]]:
+        self, state: State, place: int, left: Left, *, only_crashes: bool = False
+    ) -> Iterator[tuple[State | Broken, int, Event | int]]:
         number = state[place]
         for event in self.spaces[place].own[number]:
+            if only_crashes and type(event) is not Crash:
+                continue
             for after_left in self._costs(place, number, event, left):
                 after = self._after(state, place, event, self._lefts.number(after_left))
                 if after is not None:
                     yield after, place, event
-        arriving = self._sets.all[state[self._count]] & self.messages.to[place]
-        while arriving:
-            lowest = arriving & -arriving
-            arriving ^= lowest
-            message = lowest.bit_length() - 1
-            after = self._after(state, place, message, state[-1])
+        if only_crashes:
+            return
+        number_left = self._lefts.number(left)
+        for message in bits(self._sets.all[state[self._count]] & self.messages.to[place]):
+            after = self._after(state, place, message, number_left)
             if after is not None:
                 yield after, place, message
 
@@ -397,27 +271,27 @@ class _Search:
 
     def _costs(self, place: int, number: int, event: Event, left: Left) -> tuple[Left, ...]:
         """Return what is left after an event, for each budget that allows it."""
-        crashes, partitions, losses, timers, parted = left
         kind = type(event)
         if kind is Crash:
-            return ((crashes - 1, partitions, losses, timers, parted),) if crashes else ()
+            waits = left.crashes == 1 and left.partitions and self._last_crash_last
+            return (left._replace(crashes=left.crashes - 1),) if left.crashes and not waits else ()
         if kind is Timer:
             if self._nodes[place].patient:
                 return ()
-            if timers is None:
+            if left.timers is None:
                 return (left,)
-            return ((crashes, partitions, losses, timers - 1, parted),) if timers else ()
+            return (left._replace(timers=left.timers - 1),) if left.timers else ()
         if kind is not CallLost:
             return (left,)
         call = self.spaces[place].nodes[number].calls[event.call_id]  # type: ignore[union-attr]
         pair = self._pair(place, call.question.target)
-        if call.broken or parted & pair:
+        if call.broken or left.parted & pair:
             return (left,)
         allowed = []
-        if partitions and pair:
-            allowed.append((crashes, partitions - 1, losses, timers, parted | pair))
-        if losses:
-            allowed.append((crashes, partitions, losses - 1, timers, parted))
+        if left.partitions and pair:
+            allowed.append(left._replace(partitions=left.partitions - 1, parted=left.parted | pair))
+        if left.losses:
+            allowed.append(left._replace(losses=left.losses - 1))
         return tuple(allowed)
 
     def _pair(self, place: int, target: str) -> int:
@@ -429,11 +303,11 @@ class _Search:
         low, high = sorted((place, other))
         return 1 << (low * self._count + high)
 
-    def _after(self, state: State, place: int, event: Event | int, left: int) -> State | _Broken | None:
+    def _after(self, state: State, place: int, event: Event | int, left: int) -> State | Broken | None:
         """Return the state after an event, or None where it changes nothing."""
         count, spaces = self._count, self.spaces
         outcome = spaces[place].outcome(state[place], event)
-        if outcome is None or isinstance(outcome, _Broken):
+        if outcome is None or isinstance(outcome, Broken):
             return outcome
         number, more, facts = outcome
         nodes = list(state[:count])
@@ -454,8 +328,9 @@ class _Search:
                     assert isinstance(told, tuple)
                     nodes[other] = told[0]
         properties = self._properties.outcome(state[count + 1], facts)
-        if isinstance(properties, _Broken):
+        if isinstance(properties, Broken):
             return properties
+        sent = self._settle(sent, nodes, properties)
         number_sent = state[count] if sent == sent_before else self._sets.number(sent)
         after = (*nodes, number_sent, properties, left)
         return None if after == state else after
@@ -467,7 +342,55 @@ class _Search:
             for question, parts in was.items():
                 if now.get(question) != parts:
                     sent &= ~self.messages.over(question, now.get(question))
+                if question not in now and sent & 1 << question:
+                    sent ^= 1 << question
+                    sent |= 1 << self.messages.late(question)
         return sent
+
+    def _settle(self, sent: int, nodes: Sequence[int], properties: int) -> int:
+        """Return the messages once the questions have arrived that change nothing at their node: with their
+        answers, and without those whose call is over. `mattered` looks whether they stay so.
+        """
+        messages = self.messages
+        for message in bits(sent & messages.repeatable):
+            place = messages.target(message)
+            if not self._is_inert(place, nodes[place], message, properties):
+                continue
+            if not messages.lates & 1 << message:
+                outcome = self.spaces[place].outcome(nodes[place], message)
+                assert isinstance(outcome, tuple)
+                for answer in outcome[1]:
+                    if self._may_be_taken(nodes, answer):
+                        sent |= 1 << answer
+            elif message not in self._kept:
+                sent ^= 1 << message
+                self._left_out.setdefault((place, message), set()).add(nodes[place])
+        return sent
+
+    def _is_inert(self, place: int, number: int, message: int, properties: int) -> bool:
+        """Return whether a late question changes nothing at its node, nor in what the properties remember."""
+        outcome = self.spaces[place].outcome(number, message)
+        if outcome is None or isinstance(outcome, Broken) or outcome[0] != number:
+            return False
+        if any(self.messages.about[each][1] != message for each in outcome[1]):
+            return False
+        return self._properties.outcome(properties, outcome[2]) == properties
+
+    def mattered(self) -> set[Message]:
+        """Return the late questions that were left out and would have changed something later."""
+        met: dict[int, set[tuple[int, int]]] = {}
+        for place, _ in self._left_out:
+            met[place] = {(state[place], state[self._count + 1]) for state in self.reached}
+        found = set()
+        for (place, message), numbers in self._left_out.items():
+            later = self.spaces[place].reachable(numbers)
+            if not all(
+                self._is_inert(place, number, message, properties)
+                for number, properties in met[place]
+                if number in later
+            ):
+                found.add(self.messages.all[message])
+        return found
 
     def _may_be_taken(self, nodes: Sequence[int], message: int) -> bool:
         place, question, part = self.messages.about[message]
@@ -478,8 +401,17 @@ class _Search:
 
     # Ends
 
-    def last_states(self, state: State) -> Iterator[tuple[State | _Broken, int, Event | int]]:
-        """Go through what happens where nothing more can, while a user waits: time passes."""
+    def may_not_happen(self, before: State, after: State | Broken, event: Event | int) -> bool:
+        """Return whether an event is a fault, or the arrival of a late question: it may never happen."""
+        if isinstance(event, int):
+            return bool(self.messages.lates >> event & 1)
+        if isinstance(after, Broken):
+            return False
+        was, now = self._lefts.all[before[-1]], self._lefts.all[after[-1]]
+        return was[:_BUDGETS] != now[:_BUDGETS]
+
+    def last_states(self, state: State) -> Iterator[tuple[State | Broken, int, Event | int]]:
+        """Go through what happens where nothing more has to, while somebody waits: time passes."""
         nodes = [self.spaces[place].nodes[state[place]] for place in range(self._count)]
         if not any(node.waiting for node in nodes):
             return
@@ -493,7 +425,7 @@ class _Search:
                             yield after, place, event
                             return
         waiting = next(node for node in nodes if node.waiting)
-        yield _Broken(Violation("users_get_an_end", f"a user of {waiting.name} waits for ever")), 0, Timer()
+        yield Broken(Violation("everything_ends", f"somebody waits for ever at {waiting.name}")), 0, Timer()
 
     # Telling
 
@@ -555,9 +487,20 @@ def explore(
 ) -> Exploration:
     """Explore all states within the bounds, breadth first; stop at the first violation.
 
-    `progress` is told the states so far and the depth, now and then.
+    `progress` is told the states so far and the depth, now and then. Where it turns out at the end that late
+    questions were left out that would have changed something, all is explored once more with them.
     """
-    search = _Search(nodes, properties, bounds)
+    kept: set[Message] = set()
+    while True:
+        search = _Search(nodes, properties, bounds, kept)
+        explored = _explore(search, max_states, progress)
+        mattered = search.mattered() if explored.complete else set()
+        if not mattered:
+            return explored
+        kept |= mattered
+
+
+def _explore(search: _Search, max_states: int, progress: Callable[[int, int], None] | None) -> Exploration:
     reached = search.reached
     frontier = deque([search.first])
     depth = transitions = 0
@@ -565,17 +508,18 @@ def explore(
     while frontier:
         state = frontier.popleft()
         for next_states in (search.next_states, search.last_states):
-            before = transitions
+            has_to_happen = False
             for after, place, event in next_states(state):
                 transitions += 1
-                if isinstance(after, _Broken):
+                has_to_happen = has_to_happen or not search.may_not_happen(state, after, event)
+                if isinstance(after, Broken):
                     steps = (*search.way_to(state), search.describe(state, place, event))
                     finding = Finding(after.violation, steps)
                     return Exploration(len(reached), transitions, depth + 1, False, finding)
                 if after not in reached:
                     reached[after] = (state, place, event)
                     frontier.append(after)
-            if transitions > before:
+            if has_to_happen:
                 break
         if state is last_of_level and frontier:
             depth += 1

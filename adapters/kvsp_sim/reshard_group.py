@@ -7,9 +7,11 @@ Members load by asking the source for the range, and lose everything in a crash.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
+import attrs
 import msgspec
 
 from kvsp_core.answers import empty_response, problem_response
@@ -38,14 +40,28 @@ from kvsp_core.roles.role import (
     Respond,
     TimerFired,
 )
+from kvsp_sim.explored_node import ExploredNode
 from kvsp_sim.host import Start
 
-__all__ = ["BLOCK_TOKENS", "Coordinator", "Member", "PlainEngine"]
+__all__ = ["BLOCK_TOKENS", "MAP", "RESHARD_EFFECTS", "Coordinator", "Member", "Moved", "PlainEngine"]
 
 BLOCK_TOKENS: Final = 4
 MAP: Final = "m"
 _TABLE: Final = "maps"
 _CALL_MS: Final = 1_000
+
+
+@attrs.frozen
+class Moved:
+    """An effect: every move of the map was decided, and its members know."""
+
+
+def _moved(node: ExploredNode, _: Moved) -> None:
+    node.waiting -= {MAP}
+
+
+RESHARD_EFFECTS: Final[Mapping[type, Callable[..., None]]] = MappingProxyType({Moved: _moved})
+"""What to do with `Moved`: nobody waits for the map any more."""
 
 
 class PlainEngine:
@@ -109,8 +125,10 @@ class Coordinator:
         return (*self._effects(effects), *self._next_map(now_ms))
 
     def _next_map(self, now_ms: int) -> tuple[Effect, ...]:
-        if not isinstance(self._state, reshard.Stable) or self._begun >= len(self._maps):
+        if not isinstance(self._state, reshard.Stable):
             return ()
+        if self._begun >= len(self._maps):
+            return (Moved(),)  # type: ignore[return-value]  # an effect that only this role has
         begin = reshard.Begin(shards=self._maps[self._begun], block_tokens=BLOCK_TOKENS, deadline_ms=_CALL_MS)
         self._begun += 1
         note = Persist((Put("begun", MAP, b"%d" % self._begun),))

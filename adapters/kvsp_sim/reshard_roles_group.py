@@ -33,12 +33,12 @@ from kvsp_core.roles.work import Numbers
 from kvsp_sim.engine import block_octets
 from kvsp_sim.explored_node import ExploredNode
 from kvsp_sim.host import Start
+from kvsp_sim.reshard_group import MAP, Moved
 from kvsp_sim.session_group import ABSENT, CONTROLLER, MODEL, SCOPE
 from kvsp_sim.session_properties import extend_history
 
 __all__ = ["ReshardGroup", "ShardEngine", "begin_resharding"]
 
-MAP: Final = "1f0e6c52-93a4-4c9b-8a52-6a8d1f0c7b3e"
 TIER: Final = "local-storage"
 _TTL_MS: Final = 60_000
 
@@ -62,6 +62,7 @@ class _Begin:
 
 def begin_resharding(node: ExploredNode) -> None:
     """Have the program of a controller begin."""
+    node.waiting |= {MAP}
     node.deliver(_Begin())  # type: ignore[arg-type]
 
 
@@ -85,8 +86,10 @@ class _Program(Controller):
         return (*super().handle(item, now_ms), *self._next_map(now_ms))
 
     def _next_map(self, now_ms: int) -> tuple[Effect, ...]:
-        if not self._has_begun or self._begun >= len(self._maps_to_come):
+        if not self._has_begun:
             return ()
+        if self._begun >= len(self._maps_to_come):
+            return (Moved(),) if self._maps.is_stable(MAP) else ()  # type: ignore[return-value]
         try:
             effects = self.reshard(MAP, self._maps_to_come[self._begun], self._context, now_ms)
         except LocalProtocolError:

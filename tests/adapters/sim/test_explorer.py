@@ -95,7 +95,37 @@ class Writer:
         return self.due_ms
 
 
-def exploration(*, hasty: bool = False, bounds: Bounds) -> Exploration:
+class Door(Ledger):
+    """Refuses to open while it is locked, and changes nothing then."""
+
+    def __init__(self) -> None:
+        self.locked = True
+
+    def handle(self, item: Input, now_ms: int) -> tuple[Effect, ...]:
+        match item:
+            case RequestReceived(request_id, _, Request(path="door/open")):
+                assert self.locked, "it was opened by a late question"
+                return (Respond(request_id, Response(status=409), b""),)
+            case RequestReceived(request_id):
+                self.locked = False
+                return (Respond(request_id, Response(status=200), b""),)
+        return ()
+
+
+class Visitor(Writer):
+    """Wants the door open, and unlocks it where that failed."""
+
+    def call(self) -> tuple[Effect, ...]:
+        path = "door/unlock" if self.calls else "door/open"
+        self.calls += 1
+        request = Request(method="PUT", path=path)
+        return (Call(call_id=self.calls, base_uri=LEDGER, request=request, body=b"", timeout_ms=100),)
+
+    def handle(self, item: Input, now_ms: int) -> tuple[Effect, ...]:
+        return self.call() if isinstance(item, CallFailed) and self.calls == 1 else ()
+
+
+def exploration(*, hasty: bool = False, waits: bool = False, bounds: Bounds) -> Exploration:
     properties = Properties()
     witness = Witness(properties)
     nodes = [
@@ -104,6 +134,8 @@ def exploration(*, hasty: bool = False, bounds: Bounds) -> Exploration:
         ),
         ExploredNode(WRITER, lambda _: Writer(), witness=witness),
     ]
+    if waits:
+        nodes[1].waiting = frozenset({"a word that it is over"})
     return explore(nodes, properties, bounds)
 
 
@@ -128,6 +160,25 @@ def test_a_ledger_that_answers_before_is_found_on_the_shortest_way() -> None:
 
 def test_without_a_crash_nobody_can_tell() -> None:
     assert exploration(hasty=True, bounds=Bounds(losses=1, timers=1)).finding is None
+
+
+def test_who_waits_for_ever_is_found() -> None:
+    explored = exploration(waits=True, bounds=Bounds())
+    assert explored.finding is not None
+    assert str(explored.finding.violation) == f"everything_ends: somebody waits for ever at {WRITER}"
+
+
+def test_a_late_question_that_still_matters_is_kept() -> None:
+    properties = Properties()
+    witness = Witness(properties)
+    nodes = [
+        ExploredNode(LEDGER, lambda _: Door(), witness=witness),
+        ExploredNode(WRITER, lambda _: Visitor(), witness=witness),
+    ]
+    explored = explore(nodes, properties, Bounds(losses=1))
+    assert explored.finding is not None
+    assert "was opened by a late question" in str(explored.finding.violation)
+    assert explored.finding.steps[-1].endswith("PUT door/open")
 
 
 def test_more_budget_is_more_states() -> None:
