@@ -137,6 +137,8 @@ class _Bound(click.ParamType):  # type: ignore[type-arg]
     help="Calls that fail in one timeline beside those that a crash or a partition lets fail.",
 )
 @click.option("--timers", type=_Bound(), default=None, help="Timers that go off in one timeline.")
+@click.option("--switches", type=_Bound(), default=None,
+              help="How often another node acts while the one that acts has more to take.")  # fmt: skip
 @click.option("--max-states", type=click.IntRange(min=1), default=5_000_000, show_default=True)
 def explore_command(
     configuration: str,
@@ -145,6 +147,7 @@ def explore_command(
     partitions: int | None,
     losses: int | None,
     timers: int | str | None,
+    switches: int | str | None,
     max_states: int,
 ) -> int:
     """Go through every order of events of a small cluster, within bounds.
@@ -153,7 +156,8 @@ def explore_command(
     status 1.
     """
     chosen = CONFIGURATIONS[configuration]
-    given = {"crashes": crashes, "partitions": partitions, "losses": losses, "timers": timers}
+    faults = {"crashes": crashes, "partitions": partitions, "losses": losses}
+    given: dict[str, int | str | None] = {**faults, "timers": timers, "switches": switches}
     changes = {name: None if n == "any" else n for name, n in given.items() if n is not None}
     bounds = attrs.evolve(chosen.bounds, **changes)  # type: ignore[arg-type]
     started = time.monotonic()
@@ -166,7 +170,9 @@ def _tell_exploration(name: str, bounds: Bounds, found: Exploration, took: float
     timers = "any number of" if bounds.timers is None else bounds.timers
     click.echo(
         f"{name}, at most {bounds.crashes} crashes, {bounds.partitions} partitions, "
-        f"{bounds.losses} failed calls, {timers} timers: "
+        f"{bounds.losses} failed calls, {timers} timers"
+        + ("" if bounds.switches is None else f", {bounds.switches} switches")
+        + ": "
         f"{found.states:,} states, {found.transitions:,} transitions, depth {found.depth}, {took:.0f} s"
     )
     if found.finding is not None:

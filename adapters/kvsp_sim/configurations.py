@@ -83,10 +83,12 @@ def _reshard(crashes: str, members: int) -> tuple[Sequence[ExploredNode], Proper
     return nodes, properties
 
 
-def _session(crashes: str, members: int) -> tuple[Sequence[ExploredNode], Properties]:
+def _session(
+    crashes: str, members: int, output: int = 2, lives: int | None = None
+) -> tuple[Sequence[ExploredNode], Properties]:
     properties = Properties(timed=False)
     witness = Witness(properties)
-    group = SessionGroup(tuple(f"https://instance{number}/" for number in range(members)))
+    group = SessionGroup(tuple(f"https://instance{number}/" for number in range(members)), output)
     nodes = [
         ExploredNode(
             CONTROLLER,
@@ -102,6 +104,7 @@ def _session(crashes: str, members: int) -> tuple[Sequence[ExploredNode], Proper
             partial(group.instance, name),
             witness=witness,
             can_crash=crashes == "instances",
+            lives=lives,
             engine=group.engine,
             waits=frozenset({"_draw"}),
             once=("ext/sessions/",),
@@ -198,14 +201,21 @@ CONFIGURATIONS: Final[Mapping[str, Configuration]] = MappingProxyType(
             build=partial(_reshard, "member"),
         ),
         "reshard-roles": Configuration(
-            about="the roles of a group that reshards twice; the controller may crash",
+            about="the roles of a group that reshards twice",
             bounds=Bounds(),
             members=3,
             build=partial(_reshard_roles, "controller"),
         ),
+        "reshard-roles-controller": Configuration(
+            about="the roles of a group that reshards twice, its controller crashing before and after its "
+            "decision",
+            bounds=Bounds(crashes=1, switches=0),
+            members=3,
+            build=partial(_reshard_roles, "controller"),
+        ),
         "reshard-roles-member": Configuration(
-            about="the roles of a group that reshards twice; the member that gains a range may crash",
-            bounds=Bounds(),
+            about="the roles of a group that reshards twice, the member that gains a range crashing",
+            bounds=Bounds(crashes=1, switches=0),
             members=3,
             build=partial(_reshard_roles, "member"),
         ),
@@ -226,6 +236,12 @@ CONFIGURATIONS: Final[Mapping[str, Configuration]] = MappingProxyType(
             bounds=Bounds(crashes=1),
             members=2,
             build=partial(_session, "controller"),
+        ),
+        "session-failures": Configuration(
+            about="a session whose instances fail: one crashes, the first is cut off, then one crashes",
+            bounds=Bounds(crashes=2, partitions=1, switches=0, last_crash_last=True),
+            members=2,
+            build=partial(_session, "instances", output=1, lives=2),
         ),
         "lease": Configuration(
             about="clients that lease a block of a holder with room for one, and one that wants the room",

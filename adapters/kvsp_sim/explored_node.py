@@ -217,6 +217,7 @@ class ExploredNode:
     """A role and the loop around it.
 
     `local` are properties that see this node's facts only, such as those that compare times of its clock.
+    One that `can_crash` starts again, until it has had so many `lives`.
     `tiers` hold `blocks` at first; those in `surviving` outlive a crash. What storage and engine do is done
     at once, but for what the engine does under a name in `waits`, which is an event of its own. A POST whose
     path begins with one of `once` arrives once at most: HTTP does not send it again by itself, and each
@@ -234,6 +235,7 @@ class ExploredNode:
         witness: Witness,
         local: tuple[Property, ...] = (),
         can_crash: bool = False,
+        lives: int | None = None,
         tiers: tuple[str, ...] = (),
         blocks: Mapping[BlockName, bytes] = MappingProxyType({}),
         surviving: tuple[str, ...] = (),
@@ -252,6 +254,7 @@ class ExploredNode:
         self.name = base_uri
         self.now_ms = now_ms
         self.can_crash = can_crash
+        self._lives = lives
         self.local = local
         self.life = 0
         self.stored: Stored = {}
@@ -332,7 +335,7 @@ class ExploredNode:
             events.append(Timer())
         events += [Pending(index) for index in range(len(self.pending))]
         events += [CallLost(call_id) for call_id in self.calls]
-        if self.can_crash:
+        if self.can_crash and self.life != self._lives:
             events.append(Crash(durable=False))
             if self.persisting is not None:
                 events.append(Crash(durable=True))

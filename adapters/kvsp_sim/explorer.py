@@ -407,7 +407,8 @@ class _Search:
             return bool(self.messages.lates >> event & 1)
         if isinstance(after, Broken):
             return False
-        was, now = self._lefts.all[before[-1]], self._lefts.all[after[-1]]
+        was: Left = self._lefts.all[before[-1]]
+        now: Left = self._lefts.all[after[-1]]
         return was[:_BUDGETS] != now[:_BUDGETS]
 
     def last_states(self, state: State) -> Iterator[tuple[State | Broken, int, Event | int]]:

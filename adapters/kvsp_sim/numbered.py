@@ -194,7 +194,9 @@ class MessageSpace:
 
     def target(self, question: int) -> int:
         """Return the place of the node to which a question goes."""
-        return self._place[self.all[question].target]
+        message = self.all[question]
+        assert isinstance(message, Question)
+        return self._place[message.target]
 
     def late(self, question: int) -> int:
         """Return the number of a question as it may still arrive when its call is over: without the call."""

@@ -13,10 +13,12 @@ FULL = [
     "reshard",
     "reshard-member",
     "reshard-roles",
+    "reshard-roles-controller",
     "reshard-roles-member",
     "session",
     "session-partition",
     "session-controller",
+    "session-failures",
     "lease",
 ]
 

@@ -62,7 +62,7 @@ def test_every_profile_of_faults_holds(faults: str) -> None:
 
 @pytest.mark.long
 def test_a_large_deployment_runs_through_a_minute() -> None:
-    cluster = SimulatedCluster(8, Options(instances=64, holders=16, users=30), Trace())
+    cluster = SimulatedCluster(8, Options(instances=64, holders=16, users=16), Trace())
     cluster.world.run(until_us=60_000_000)
     assert cluster.counts["requests served"] >= 1_000
 
