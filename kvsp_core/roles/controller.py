@@ -282,7 +282,7 @@ class Controller:
         """Take up what waits, now that something may have changed, and return all effects."""
         if self._instances_changed:
             self._instances_changed = False
-            self._sessions.retry_waiting()
+            self._sessions.retry_waiting(now_ms)
             self._maps.repair(now_ms)
             self._again = deque(self._waiting)
         while self._again and len(self._placements) < self._settings.max_resumes:
@@ -624,6 +624,8 @@ class Controller:
             self._work.emit(refuse(asked.request_id, _NO_SESSION))  # as if there were none
             return
         if isinstance(operation, GetSession):
+            if asked.client == owner:
+                self._sessions.ask_about(ledger)
             self._work.emit(answer(asked.request_id, Sessions.info(ledger)))
             return
         self._measure(ledger, now_ms)
@@ -693,7 +695,7 @@ class Controller:
             return
         if placement.chosen is None:
             self._work.observe("kvsp_instances_wanted")
-            self._sessions.wait(ledger)
+            self._sessions.wait(ledger, now_ms)
             return
         instance = placement.chosen.instance
         incarnation = self._fleet.epoch_of(instance)

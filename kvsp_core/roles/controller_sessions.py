@@ -1,13 +1,15 @@
 """The sessions of a controller: their ledgers, who owns which, and which wait for another instance.
 
 When an instance is lost all its sessions are fenced at once, in one durable batch; finding each another
-instance goes through a queue with credits, so that a thousand sessions that fail over together are a
-thousand small steps and not one flood (decision W20).
+instance goes through a line with credits, so that a thousand sessions that fail over together are a
+thousand small steps and not one flood (decision W20). Half of the credits are kept for sessions that somebody
+asks about, the last asked first: those whose front end is gone do not hold up the others. Time in line does
+not count as time without an instance.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from types import MappingProxyType
 from typing import Final
@@ -63,9 +65,12 @@ class Sessions:
         self._owned: dict[Owner, dict[str, None]] = {}
         self._alarms = Alarms()
         # Sessions that need an instance: in line, under way (each holds a credit), and out of luck for now.
-        self._queue: deque[str] = deque()
+        self._line: OrderedDict[str, None] = OrderedDict()
+        self._asked: OrderedDict[str, None] = OrderedDict()  # those of the line that somebody asked about
         self._moving: dict[str, None] = {}
-        self._waiting: dict[str, None] = {}
+        self._waiting: dict[str, int] = {}  # with when each is given up
+        self._until_ms: dict[str, int] = {}  # when a session without an instance is given up at the latest
+        self._left_ms: dict[str, int] = {}  # how long it may still be put aside, where it was before
 
     def __iter__(self) -> Iterator[SessionLedger]:
         return iter(self._ledgers.values())
@@ -179,15 +184,24 @@ class Sessions:
             self._disown(before, session)
             if ledger.owner is not None:
                 self._owned.setdefault(ledger.owner, {})[session] = None
-        self._alarms.set(session, ledger.next_deadline_ms())
+        until_ms = ledger.next_deadline_ms()
+        if ledger.kind is SessionKind.ORPHANED and until_ms is not None:
+            latest_ms = self._until_ms.setdefault(session, until_ms + self._times.idle_ms)
+            until_ms = self._waiting.get(session, latest_ms)
+        else:
+            self._until_ms.pop(session, None)
+            self._left_ms.pop(session, None)
+        self._alarms.set(session, until_ms)
         if ledger.kind not in _IN_TRANSIT:
+            self._line.pop(session, None)
+            self._asked.pop(session, None)
             self._moving.pop(session, None)
             self._waiting.pop(session, None)
         for effect in effects:
             match effect:
                 case NeedTarget():
                     self._moving.pop(session, None)
-                    self._queue.append(session)
+                    self._line[session] = None
                 case Forget():
                     del self._ledgers[session]
                     self._alarms.set(session, None)
@@ -205,23 +219,38 @@ class Sessions:
 
     def next_orphan(self) -> SessionLedger | None:
         """Take the next session that needs an instance, if there is a credit for it."""
-        while self._queue and len(self._moving) < self._max_resumes:
-            session = self._queue.popleft()
-            ledger = self._ledgers.get(session)
-            if ledger is not None and ledger.kind is SessionKind.ORPHANED and session not in self._moving:
-                self._moving[session] = None
-                return ledger
-        return None
+        if self._asked and len(self._moving) < self._max_resumes:
+            session, _ = self._asked.popitem()
+            del self._line[session]
+        elif self._line and len(self._moving) < max(1, self._max_resumes // 2):
+            session, _ = self._line.popitem(last=False)
+            self._asked.pop(session, None)
+        else:
+            return None
+        self._moving[session] = None
+        return self._ledgers[session]
 
-    def wait(self, ledger: SessionLedger) -> None:
-        """Put a session aside for which there is no instance now."""
+    def ask_about(self, ledger: SessionLedger) -> None:
+        """Take note that whoever opened a session wants it: where it is in line, it is the next."""
+        session = ledger.record.session
+        if session in self._line:
+            self._asked[session] = None
+            self._asked.move_to_end(session)
+
+    def wait(self, ledger: SessionLedger, now_ms: int) -> None:
+        """Put a session aside for which there is no instance now. This time counts, in sum."""
         session = ledger.record.session
         self._moving.pop(session, None)
-        self._waiting[session] = None
+        left_ms = self._left_ms.get(session, self._times.wait_ms)
+        self._waiting[session] = until_ms = min(self._until_ms[session], now_ms + left_ms)
+        self._alarms.set(session, until_ms)
 
-    def retry_waiting(self) -> None:
+    def retry_waiting(self, now_ms: int) -> None:
         """Put the sessions that were put aside in line again: instances have changed."""
-        self._queue.extend(self._waiting)
+        for session, until_ms in self._waiting.items():
+            self._left_ms[session] = max(0, until_ms - now_ms)
+            self._line[session] = None
+            self._alarms.set(session, self._until_ms[session])
         self._waiting.clear()
 
     # Seen from outside

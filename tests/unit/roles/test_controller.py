@@ -941,6 +941,49 @@ def test_many_sessions_that_fail_over_together_do_so_a_few_at_a_time(talk: Talk)
     assert all(talk.info(one).instance == B for one in placed)
 
 
+def fail_over(talk: Talk, count: int) -> list[PlacementAnswer]:
+    """Have so many sessions lose their instance, with another one there that takes none of them."""
+    talk.report(A)
+    placed = [talk.place() for _ in range(count)]
+    for one in placed:
+        talk.write(one, 5)
+    talk.pass_time(2000)
+    talk.report(B)
+    talk.pass_time(1001)
+    return placed
+
+
+def resumes(talk: Talk) -> list[str]:
+    """Return the sessions that instances are being asked to resume."""
+    calls = [call for call in talk.calls.values() if "resume" in call.request.path]
+    return [decode(ResumeRequest, call.body).checkpoint.session for call in calls]  # type: ignore[arg-type]
+
+
+@pytest.mark.requirement("MG-1")
+def test_a_session_that_somebody_waits_for_does_not_wait_for_those_nobody_wants(talk: Talk) -> None:
+    placed = fail_over(talk, 40)
+    assert len(resumes(talk)) == 2
+    wanted = placed[-1].session
+    assert wanted not in resumes(talk)
+    assert talk.info(placed[-1]).state == "resuming"
+    assert wanted in resumes(talk)
+    talk.ask(OPERATOR, GetSession(placed[20].session))
+    assert placed[20].session not in resumes(talk), "who only looks moves nobody"
+
+
+@pytest.mark.requirement("MG-1")
+def test_a_session_in_line_is_not_failed_for_want_of_an_instance(talk: Talk) -> None:
+    placed = fail_over(talk, 40)
+    for _ in range(18):  # longer than a session may be without an instance, with one second for each two
+        talk.pass_time(1000)
+        talk.report(B)
+    known = decode(SessionListing, talk.ask(OPERATOR, ListSessions())[1]).sessions
+    ends = {one.detail for one in known if one.state == "failed"}
+    assert ends == {"no instance has taken the session over in 2 attempts"}
+    assert talk.info(placed[-1]).state == "resuming"
+    assert placed[-1].session in resumes(talk)
+
+
 @pytest.mark.requirement("CP-6")
 def test_a_deterministic_session_moves_only_within_its_class() -> None:
     talk = Talk(placement={"classes": {A: "gpu-x", C: "gpu-x"}})
