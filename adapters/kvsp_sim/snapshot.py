@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import attrs
 
+from kvsp_core.resources import Router
 from kvsp_core.roles.authorization import Policy
 from kvsp_core.roles.work import Numbers
 
@@ -27,7 +28,7 @@ __all__ = ["copied", "frozen"]
 _PLAIN: Final = frozenset({int, str, bytes, bool, float, type(None), type, range})
 _OPAQUE: Final = (
     *(types.FunctionType, types.BuiltinFunctionType, types.ModuleType, re.Pattern, Enum, type),
-    *(struct.Struct, Policy),
+    *(struct.Struct, Policy, Router, types.UnionType),
 )
 _POINT_IN_TIME: Final = re.compile(
     r"(?:^|_)(?:at|deadline|due|until|expiry|expires|since|next|last|started)_ms$"
