@@ -80,8 +80,8 @@ class NewPrompts:
         prompt = " ".join([f"{drawn.getrandbits(40):x}", *drawn.choices(WORDS, k=30)])
         try:
             reply = self._client.ask(prompt, max_tokens=drawn.randint(4, 40))
-        except openai.OpenAIError:
-            self._tally.breach("a question failed, though nothing was hurt")
+        except openai.OpenAIError as error:
+            self._tally.breach(f"a question failed, though nothing was hurt ({type(error).__name__}: {error})")
             return
         self._tally.add("answers")
         self._tally.add("tokens", reply.output_tokens + reply.prompt_tokens)
