@@ -81,7 +81,8 @@ class NewPrompts:
         try:
             reply = self._client.ask(prompt, max_tokens=drawn.randint(4, 40))
         except openai.OpenAIError as error:
-            self._tally.breach(f"a question failed, though nothing was hurt ({type(error).__name__}: {error})")
+            why = f"{type(error).__name__}: {error}"
+            self._tally.breach(f"a question failed, though nothing was hurt ({why})")
             return
         self._tally.add("answers")
         self._tally.add("tokens", reply.output_tokens + reply.prompt_tokens)
