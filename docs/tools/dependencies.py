@@ -1,4 +1,6 @@
-"""Write docs/dependencies.md: what is used, under which licence, as the packages themselves say."""
+"""Write docs/dependencies.md: what is used, under which licence, as the packages themselves say; and, with
+``--pin``, constraints.txt: the versions of all of it that are installed here.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,15 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "dependencies.md"
+PINS = ROOT / "constraints.txt"
 RUNNING, TESTING = ("all",), ("test",)
 HEAD = """# Dependencies
 
 What the project uses, directly and indirectly, and the licence that each package states. Written by
 `python docs/tools/dependencies.py`; a test fails where something is used that is not here.
+
+`constraints.txt` names one version of each, with which everything here is tested; `make constraints` renews it. Whoever
+installs the package is not bound to them.
 
 `make audit` asks the advisory database of PyPI about every installed version; it needs the network.
 Where that is not reachable it says so and fails, rather than pass.
@@ -78,8 +84,17 @@ def lines() -> Iterator[str]:
         yield ""
 
 
+def pins() -> str:
+    """Return the constraints: every package that running or testing needs, in the version that is here."""
+    packages = closure(RUNNING) | closure(TESTING)
+    head = "# The versions that everything is tested with. Written by `make constraints`.\n"
+    return head + "".join(f"{name}=={packages[name].version}\n" for name in sorted(packages))
+
+
 def main() -> None:
-    """Write the page."""
+    """Write the page, and the constraints where that is asked for."""
+    if "--pin" in sys.argv[1:]:
+        PINS.write_text(pins(), encoding="utf-8")
     PAGE.write_text("\n".join(lines()).rstrip() + "\n", encoding="utf-8")
     print(f"wrote {PAGE.relative_to(ROOT)}")
 
