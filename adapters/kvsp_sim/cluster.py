@@ -216,10 +216,10 @@ class SimulatedCluster:
             role = host.role
             if not isinstance(role, Holder | Instance):
                 continue
-            if self.properties.one_owner.left_behind(host.base_uri):
-                host.process.crash()  # it keeps ranges of a map that has ended without it
-            elif not role.safe_to_stop:
-                return f"{host.name} is not ready to stop"
+            if not role.safe_to_stop:
+                left = self.properties.one_owner.left_behind(host.base_uri)
+                why = ": it was not told what became of its ranges" if left else ""
+                return f"{host.name} is not ready to stop{why}"
         if self._operator.records is None:
             return "the index was not asked yet"
         return f"the index holds {self._operator.records} records" if self._operator.records else ""

@@ -289,8 +289,7 @@ class OneOwner(Property):
     def left_behind(self, member: str) -> bool:
         """Return whether a member waits for a decision, or holds ranges of a version that is over.
 
-        It must not decide alone (decision W21): where its coordinator took it for lost and told it nothing,
-        it stays so until it restarts.
+        It must not decide alone (decision W21), so its coordinator has to tell it sooner or later.
         """
         if any(holder == member for _, holder in self._held):
             return True

@@ -118,7 +118,8 @@ class Coordinator:
         if int(life) <= before:
             return ()
         self._lives[member] = int(life)
-        return self._event(reshard.MemberLost(member), now_ms)
+        lost = self._event(reshard.MemberLost(member), now_ms)
+        return (*lost, *self._event(reshard.MemberBack(member), now_ms))
 
     def _event(self, event: reshard.Event, now_ms: int) -> tuple[Effect, ...]:
         self._state, effects = reshard.transition(self._state, event, now_ms)
@@ -173,6 +174,7 @@ def _write_record(record: reshard.ReshardRecord) -> bytes:
             "highest": record.highest,
             "lost": record.lost,
             "members": record.members,
+            "owed": [(one.instance, one.version) for one in record.owed],
         }
     )
 
@@ -185,6 +187,7 @@ def _read_record(octets: bytes) -> reshard.ReshardRecord:
         highest=members["highest"],
         lost=tuple(members["lost"]),
         members=tuple(members["members"]),
+        owed=tuple(reshard.Owed(*one) for one in members["owed"]),
     )
 
 

@@ -5,6 +5,10 @@ The coordinator sends each member of the old and the new map its plan, collects 
 and tells. Its decision is durable before the first commit goes out; recovery without a decision aborts.
 Which map is authoritative is what it has made durable, and that is what `state.map` says in every state.
 
+A member that is counted lost in the middle of a change may come back with what it held, or with a plan that
+it has acknowledged, and it never decides alone. So whoever has not heard of a decision is owed it
+(`Owed`), durably, until it acknowledges: it does not hold the map up, and gets no further plan before that.
+
 Versions are never reused: after an abort the next plan has a higher one, so that a late abort of the earlier
 attempt cannot destroy the later. Answers may come late, twice, in any order, or not at all. The member's
 side is `reshard_member`, what both compute with `reshard_plan`.
@@ -12,11 +16,13 @@ side is `reshard_member`, what both compute with `reshard_plan`.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import Enum
 from typing import Final, TypeAlias, assert_never
 
 import attrs
 
+from kvsp_core.errors import LocalProtocolError
 from kvsp_core.limits import RESHARD_RETRY_MS
 from kvsp_core.machines.reshard_plan import Plan, Range, compare, joined, token_count
 from kvsp_core.machines.table import Table, to
@@ -36,7 +42,9 @@ __all__ = [
     "Committing",
     "Effect",
     "Event",
+    "MemberBack",
     "MemberLost",
+    "Owed",
     "PersistRecord",
     "Phase",
     "PlanAnswered",
@@ -49,6 +57,7 @@ __all__ = [
     "Timer",
     "freeze",
     "next_deadline_ms",
+    "record_of",
     "recover",
     "thaw",
     "transition",
@@ -56,6 +65,17 @@ __all__ = [
 
 
 # States
+
+
+@attrs.frozen(order=True)
+class Owed:
+    """A member that has not acknowledged what became of `version`, the last one it had a part in.
+
+    It is told of the current version by a commit, where that is as high, and of the abort otherwise.
+    """
+
+    instance: str
+    version: int
 
 
 @attrs.frozen(kw_only=True)
@@ -68,6 +88,11 @@ class Stable:
     lost: frozenset[str] = frozenset()
     """Members whose data is gone: their ranges still are theirs, and are computed anew by whoever gets them
     next."""
+    owed: frozenset[Owed] = frozenset()
+    """Of those who own ranges by `map`, only members that are also `lost`."""
+    failed: frozenset[str] = frozenset()
+    """Whose call failed: it is called again at `retry_at_ms`."""
+    retry_at_ms: int | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -81,8 +106,8 @@ class Preparing:
     plans: tuple[Plan, ...]
     waiting: frozenset[str]
     deadline_ms: int
+    owed: frozenset[Owed] = frozenset()
     failed: frozenset[str] = frozenset()
-    """Whose call failed: it is called again at `retry_at_ms`."""
     retry_at_ms: int | None = None
 
 
@@ -95,6 +120,7 @@ class Committing:
     highest: int
     lost: frozenset[str]
     waiting: frozenset[str]
+    owed: frozenset[Owed] = frozenset()
     failed: frozenset[str] = frozenset()
     retry_at_ms: int | None = None
 
@@ -112,6 +138,7 @@ class Aborting:
     lost: frozenset[str]
     waiting: frozenset[str]
     asking: frozenset[str]
+    owed: frozenset[Owed] = frozenset()
     failed: frozenset[str] = frozenset()
     retry_at_ms: int | None = None
 
@@ -136,7 +163,8 @@ class ReshardRecord:
     highest: int
     lost: tuple[str, ...]
     members: tuple[str, ...]
-    """Who has to hear of the decision."""
+    """Who has to hear of the decision before there is a further attempt."""
+    owed: tuple[Owed, ...] = ()
 
 
 # Events
@@ -187,7 +215,14 @@ class CallFailed:
 
 @attrs.frozen
 class MemberLost:
-    """An instance has failed or restarted: what it held is gone."""
+    """An instance has failed or restarted: what it held counts as gone."""
+
+    instance: str
+
+
+@attrs.frozen
+class MemberBack:
+    """An instance that was lost reports again, in this incarnation or a later one."""
 
     instance: str
 
@@ -197,7 +232,9 @@ class Timer:
     """A deadline may have passed; a spurious one changes nothing."""
 
 
-Event: TypeAlias = Begin | PlanAnswered | CommitAnswered | AbortAnswered | CallFailed | MemberLost | Timer
+Event: TypeAlias = (
+    Begin | PlanAnswered | CommitAnswered | AbortAnswered | CallFailed | MemberLost | MemberBack | Timer
+)
 
 
 # Effects
@@ -265,7 +302,7 @@ Effect: TypeAlias = PersistRecord | Prepare | Commit | Abort | Committed | Abort
 TABLE: Final = Table(
     "reshard coordinator",
     states=(Stable, Preparing, Committing, Aborting),
-    events=(Begin, PlanAnswered, CommitAnswered, AbortAnswered, CallFailed, MemberLost, Timer),
+    events=(Begin, PlanAnswered, CommitAnswered, AbortAnswered, CallFailed, MemberLost, MemberBack, Timer),
     cells={
         Stable: {
             Begin: to(Preparing),
@@ -274,6 +311,7 @@ TABLE: Final = Table(
             AbortAnswered: to(Stable),
             CallFailed: to(Stable),
             MemberLost: to(Stable),
+            MemberBack: to(Stable),
             Timer: to(Stable),
         },
         Preparing: {
@@ -282,6 +320,7 @@ TABLE: Final = Table(
             AbortAnswered: to(Preparing),
             CallFailed: to(Preparing),
             MemberLost: to(Preparing, Aborting),
+            MemberBack: to(Preparing),
             Timer: to(Preparing, Aborting),
         },
         Committing: {
@@ -290,6 +329,7 @@ TABLE: Final = Table(
             AbortAnswered: to(Committing),
             CallFailed: to(Committing),
             MemberLost: to(Committing, Stable),
+            MemberBack: to(Committing),
             Timer: to(Committing),
         },
         Aborting: {
@@ -298,6 +338,7 @@ TABLE: Final = Table(
             AbortAnswered: to(Aborting, Stable),
             CallFailed: to(Aborting),
             MemberLost: to(Aborting, Stable),
+            MemberBack: to(Aborting),
             Timer: to(Aborting),
         },
     },
@@ -310,7 +351,7 @@ def transition(state: State, event: Event, now_ms: int, *, retry_ms: int = RESHA
     """Take an event in and return the state that follows and what is to be done, in this order.
 
     Answers to what was asked in an earlier phase or attempt change nothing. Raises `LocalProtocolError` for
-    `Begin` while an attempt is under way.
+    `Begin` while an attempt is under way, or where it gives ranges to a member that is owed a decision.
     """
     TABLE.check(type(state), event)
     match event:
@@ -319,6 +360,8 @@ def transition(state: State, event: Event, now_ms: int, *, retry_ms: int = RESHA
             return _begin(state, event, now_ms)
         case MemberLost(instance):
             return _member_lost(state, instance)
+        case MemberBack(instance):
+            return state, _told_again(state, instance)
         case CallFailed(instance, version):
             return _call_failed(state, instance, version, now_ms + retry_ms), ()
         case Timer():
@@ -327,17 +370,21 @@ def transition(state: State, event: Event, now_ms: int, *, retry_ms: int = RESHA
             if isinstance(state, Preparing) and version == state.highest and instance in state.waiting:
                 return _plan_answered(state, instance, accepted, now_ms)
         case CommitAnswered(instance, version, accepted):
-            if isinstance(state, Committing | Aborting) and version == state.map.version:
+            if version == state.map.version:
                 return _commit_answered(state, instance, accepted)
         case AbortAnswered(instance, version):
-            if isinstance(state, Aborting) and version == state.highest:
-                return _settled(attrs.evolve(state, waiting=state.waiting - {instance}), ())
+            return _abort_answered(state, instance, version)
         case _:
             assert_never(event)
     return state, ()
 
 
 def _begin(state: Stable, event: Begin, now_ms: int) -> _Result:
+    owed = _owed_instances(state.owed)
+    if any(shard.instance in owed for shard in event.shards):
+        raise LocalProtocolError(
+            "a member has not acknowledged the last decision yet; leave it out till then"
+        )
     target = ShardMap(map=state.map.map, version=state.highest + 1, shards=event.shards)
     step = compare(state.map, target, block_tokens=event.block_tokens, lost=state.lost)
     plans = tuple(
@@ -352,10 +399,13 @@ def _begin(state: Stable, event: Begin, now_ms: int) -> _Result:
         plans=plans,
         waiting=frozenset(plan.member.instance for plan in plans),
         deadline_ms=now_ms + event.deadline_ms,
+        owed=state.owed,
+        failed=state.failed,
+        retry_at_ms=state.retry_at_ms,
     )
     if not plans:
         return _decide(after)
-    return after, (PersistRecord(_record(after)), *(Prepare(p.member.instance, p) for p in plans))
+    return after, (PersistRecord(record_of(after)), *(Prepare(p.member.instance, p) for p in plans))
 
 
 def _plan_answered(state: Preparing, instance: str, accepted: bool, now_ms: int) -> _Result:
@@ -368,17 +418,25 @@ def _plan_answered(state: Preparing, instance: str, accepted: bool, now_ms: int)
 
 
 def _decide(state: Preparing) -> _Result:
-    """Commit: durable first, then told. Who was lost and has no plan is told once and not waited for."""
+    """Commit: durable first, then told. A lost member without a plan is told too, and not waited for."""
     members = frozenset(plan.member.instance for plan in state.plans)
-    after = Committing(map=state.target, highest=state.highest, lost=frozenset(), waiting=members)
-    told = sorted(members | {shard.instance for shard in state.map.shards})
+    left_out = {shard.instance for shard in state.map.shards} - members
+    after = Committing(
+        map=state.target,
+        highest=state.highest,
+        lost=frozenset(),
+        waiting=members,
+        owed=_owing(state.owed, left_out, state.highest),
+        failed=state.failed,
+        retry_at_ms=state.retry_at_ms,
+    )
     committed = Committed(
         map=state.target,
         moved_tokens=sum(token_count(t.tokens for t in p.member.fetch) for p in state.plans),
         computed_tokens=sum(token_count(p.member.assign) for p in state.plans),
     )
-    commits = (Commit(instance, state.highest) for instance in told)
-    return _settled(after, (PersistRecord(_record(after)), committed, *commits))
+    commits = (Commit(instance, state.highest) for instance in sorted(members | left_out))
+    return _settled(after, (PersistRecord(record_of(after)), committed, *commits))
 
 
 def _abort(state: Preparing, reason: str, *, asking: bool = False) -> _Result:
@@ -390,6 +448,9 @@ def _abort(state: Preparing, reason: str, *, asking: bool = False) -> _Result:
         lost=state.lost,
         waiting=members,
         asking=owners if asking else frozenset(),
+        owed=state.owed,
+        failed=state.failed - members,
+        retry_at_ms=state.retry_at_ms,
     )
     return after, (
         Aborted(state.highest, reason),
@@ -398,16 +459,33 @@ def _abort(state: Preparing, reason: str, *, asking: bool = False) -> _Result:
     )
 
 
-def _commit_answered(state: Committing | Aborting, instance: str, accepted: bool) -> _Result:
-    asked = state.waiting if isinstance(state, Committing) else state.asking
-    if instance not in asked:
-        return state, ()
-    lost = state.lost - {instance} if accepted else state.lost
-    if isinstance(state, Committing):
-        state = attrs.evolve(state, waiting=state.waiting - {instance}, lost=lost)
+def _commit_answered(state: State, instance: str, accepted: bool) -> _Result:
+    """A member has heard of the current version. Where it was waited for or asked, its answer also says
+    whether it holds its ranges; who is owed an abort stays lost until it has heard of that."""
+    state, effects = _acknowledged(state, instance, state.map.version)
+    match state:
+        case Committing(waiting=waiting) if instance in waiting:
+            state = attrs.evolve(state, waiting=waiting - {instance})
+        case Aborting(asking=asking) if instance in asking:
+            state = attrs.evolve(state, asking=asking - {instance})
+        case _:
+            return _settled(state, effects)
+    if accepted and instance not in _owed_instances(state.owed):
+        state = attrs.evolve(state, lost=state.lost - {instance})
+    elif not accepted:
+        state, lost = _lose(state, instance)
+        effects = (*effects, *lost)
+    return _settled(state, effects)
+
+
+def _abort_answered(state: State, instance: str, version: int) -> _Result:
+    if isinstance(state, Aborting) and version == state.highest:
+        state = attrs.evolve(state, waiting=state.waiting - {instance})
+    if version > state.map.version:
+        state, effects = _acknowledged(state, instance, version)
     else:
-        state = attrs.evolve(state, asking=state.asking - {instance}, lost=lost)
-    return _settled(*(_lose(state, instance) if not accepted else (state, ())))
+        effects = ()
+    return _settled(state, effects)
 
 
 def _member_lost(state: State, instance: str) -> _Result:
@@ -415,11 +493,59 @@ def _member_lost(state: State, instance: str) -> _Result:
     if isinstance(state, Preparing) and instance in {plan.member.instance for plan in state.plans}:
         state, told = _abort(state, "a member was lost")
         effects = (*effects, *told)
-    if isinstance(state, Committing):
-        state = attrs.evolve(state, waiting=state.waiting - {instance})
+    if isinstance(state, Committing | Aborting):
+        owed = _owing(state.owed, {instance} & state.waiting, state.highest)
+        state = attrs.evolve(state, waiting=state.waiting - {instance}, owed=owed)
     if isinstance(state, Aborting):
-        state = attrs.evolve(state, waiting=state.waiting - {instance}, asking=state.asking - {instance})
+        state = attrs.evolve(state, asking=state.asking - {instance})
     return _settled(state, effects)
+
+
+# Who is owed a decision
+
+
+def _owing(owed: frozenset[Owed], instances: Collection[str], version: int) -> frozenset[Owed]:
+    """Return who is owed a decision, now that these are owed this one; it covers what they were owed."""
+    kept = (one for one in owed if one.instance not in instances)
+    return frozenset((*kept, *(Owed(instance, version) for instance in instances)))
+
+
+def _owed_instances(owed: frozenset[Owed]) -> frozenset[str]:
+    return frozenset(one.instance for one in owed)
+
+
+def _acknowledged(state: State, instance: str, version: int) -> _Result:
+    """Take note that a member knows of this decision, where it was owed that one."""
+    left = frozenset(
+        one for one in state.owed if one.instance != instance or _due_version(state, one) != version
+    )
+    if left == state.owed:
+        return state, ()
+    state = attrs.evolve(state, owed=left)
+    if isinstance(state, Stable):
+        state = _quiet(state)
+    return state, (PersistRecord(record_of(state)),)
+
+
+def _quiet(state: Stable) -> Stable:
+    """Call nobody again that is owed nothing."""
+    failed = state.failed & _owed_instances(state.owed)
+    return attrs.evolve(state, failed=failed, retry_at_ms=state.retry_at_ms if failed else None)
+
+
+def _due_version(state: State, owed: Owed) -> int:
+    """Return the version whose commit or abort a member is owed."""
+    return max(owed.version, state.map.version)
+
+
+def _told_again(state: State, instance: str) -> tuple[Commit | Abort, ...]:
+    """Return the decision that a member is owed, or nothing."""
+    version = state.map.version
+    return tuple(
+        Abort(instance, one.version) if one.version > version else Commit(instance, version)
+        for one in state.owed
+        if one.instance == instance
+    )
 
 
 def _lose(state: State, instance: str) -> _Result:
@@ -428,7 +554,7 @@ def _lose(state: State, instance: str) -> _Result:
     if not ranges or instance in state.lost:
         return state, ()
     state = attrs.evolve(state, lost=state.lost | {instance})
-    return state, (PersistRecord(_record(state)), RangesLost(instance, ranges))
+    return state, (PersistRecord(record_of(state)), RangesLost(instance, ranges))
 
 
 def _settled(state: State, effects: tuple[Effect, ...]) -> _Result:
@@ -440,19 +566,27 @@ def _settled(state: State, effects: tuple[Effect, ...]) -> _Result:
             pass
         case _:
             return state, effects
-    stable = Stable(map=state.map, highest=state.highest, lost=state.lost)
-    return stable, (*effects, PersistRecord(_record(stable)))
+    stable = Stable(
+        map=state.map,
+        highest=state.highest,
+        lost=state.lost,
+        owed=state.owed,
+        failed=state.failed,
+        retry_at_ms=state.retry_at_ms,
+    )
+    return _quiet(stable), (*effects, PersistRecord(record_of(stable)))
 
 
 def _call_failed(state: State, instance: str, version: int, retry_at_ms: int) -> State:
     match state:
         case Stable():
-            return state
+            concerned = False
         case Aborting():
             concerned = instance in (state.waiting if version == state.highest else state.asking)
         case _:
             concerned = version == state.highest and instance in state.waiting
-    if not concerned:
+    owed = any(one.instance == instance and _due_version(state, one) == version for one in state.owed)
+    if not concerned and not owed:
         return state
     due = retry_at_ms if state.retry_at_ms is None else state.retry_at_ms
     return attrs.evolve(state, failed=state.failed | {instance}, retry_at_ms=due)
@@ -461,31 +595,39 @@ def _call_failed(state: State, instance: str, version: int, retry_at_ms: int) ->
 def _time_passed(state: State, now_ms: int) -> _Result:
     if isinstance(state, Preparing) and now_ms >= state.deadline_ms:
         return _abort(state, "a member did not acknowledge in time")
-    if isinstance(state, Stable) or state.retry_at_ms is None or now_ms < state.retry_at_ms:
+    if state.retry_at_ms is None or now_ms < state.retry_at_ms:
         return state, ()
-    again: list[Effect] = []
-    for instance in sorted(state.failed):
-        match state:
-            case Preparing():
-                again += [
-                    Prepare(instance, attrs.evolve(plan, deadline_ms=state.deadline_ms - now_ms))
-                    for plan in state.plans
-                    if plan.member.instance == instance
-                ]
-            case Committing():
-                if instance in state.waiting:
-                    again.append(Commit(instance, state.highest))
-            case Aborting():
-                if instance in state.waiting:
-                    again.append(Abort(instance, state.highest))
-                if instance in state.asking:
-                    again.append(Commit(instance, state.map.version))
-            case _:
-                assert_never(state)
+    again = (effect for instance in sorted(state.failed) for effect in _asked_again(state, instance, now_ms))
     return attrs.evolve(state, failed=frozenset(), retry_at_ms=None), tuple(again)
 
 
-def _record(state: State) -> ReshardRecord:
+def _asked_again(state: State, instance: str, now_ms: int) -> tuple[Effect, ...]:
+    """Return all that a member is to be asked or told, as it stands."""
+    again: list[Effect] = [*_told_again(state, instance)]
+    match state:
+        case Stable():
+            pass
+        case Preparing():
+            again += [
+                Prepare(instance, attrs.evolve(plan, deadline_ms=state.deadline_ms - now_ms))
+                for plan in state.plans
+                if plan.member.instance == instance and instance in state.waiting
+            ]
+        case Committing():
+            if instance in state.waiting:
+                again.append(Commit(instance, state.highest))
+        case Aborting():
+            if instance in state.waiting:
+                again.append(Abort(instance, state.highest))
+            if instance in state.asking:
+                again.append(Commit(instance, state.map.version))
+        case _:
+            assert_never(state)
+    return tuple(again)
+
+
+def record_of(state: State) -> ReshardRecord:
+    """Return what of a state has to survive a crash."""
     match state:
         case Stable():
             phase, members = Phase.STABLE, frozenset[str]()
@@ -503,27 +645,36 @@ def _record(state: State) -> ReshardRecord:
         highest=state.highest,
         lost=tuple(sorted(state.lost)),
         members=tuple(sorted(members)),
+        owed=tuple(sorted(state.owed)),
     )
 
 
 def recover(record: ReshardRecord) -> _Result:
     """Go on from what was durable: a decision is told again, an attempt without one is given up (RS-6)."""
-    lost, members = frozenset(record.lost), frozenset(record.members)
+    lost, owed, members = frozenset(record.lost), frozenset(record.owed), frozenset(record.members)
+    effects: tuple[Effect, ...]
     match record.phase:
         case Phase.STABLE:
-            return Stable(map=record.map, highest=record.highest, lost=lost), ()
+            state: State = Stable(map=record.map, highest=record.highest, lost=lost, owed=owed)
+            effects = ()
         case Phase.PLANNED:
-            aborting = Aborting(
-                map=record.map, highest=record.highest, lost=lost, waiting=members, asking=frozenset()
+            state = Aborting(
+                map=record.map,
+                highest=record.highest,
+                lost=lost,
+                waiting=members,
+                asking=frozenset(),
+                owed=owed,
             )
             aborted = Aborted(record.highest, "the controller restarted before it had decided")
-            aborts = (Abort(instance, record.highest) for instance in record.members)
-            return _settled(aborting, (aborted, *aborts))
+            effects = (aborted, *(Abort(instance, record.highest) for instance in record.members))
         case Phase.COMMITTED:
-            committing = Committing(map=record.map, highest=record.highest, lost=lost, waiting=members)
-            return _settled(committing, tuple(Commit(m, record.highest) for m in record.members))
+            state = Committing(map=record.map, highest=record.highest, lost=lost, waiting=members, owed=owed)
+            effects = tuple(Commit(instance, record.highest) for instance in record.members)
         case _:
             assert_never(record.phase)
+    told = (effect for one in record.owed for effect in _told_again(state, one.instance))
+    return _settled(state, (*effects, *told))
 
 
 # Deadlines
@@ -531,8 +682,6 @@ def recover(record: ReshardRecord) -> _Result:
 
 def next_deadline_ms(state: State) -> int | None:
     """Return when `Timer` is next due, or None."""
-    if isinstance(state, Stable):
-        return None
     due = [state.retry_at_ms, state.deadline_ms if isinstance(state, Preparing) else None]
     return min((ms for ms in due if ms is not None), default=None)
 
@@ -540,8 +689,6 @@ def next_deadline_ms(state: State) -> int | None:
 def freeze(state: State, now_ms: int) -> State:
     """Return the state with its deadlines as the time that remains, so that equal situations compare
     equal."""
-    if isinstance(state, Stable):
-        return state
     if state.retry_at_ms is not None:
         state = attrs.evolve(state, retry_at_ms=state.retry_at_ms - now_ms)
     if isinstance(state, Preparing):

@@ -391,7 +391,10 @@ class Controller:
                     self._work.observe("kvsp_instances_failed")
                     self._lose(Owner(instance, epoch), now_ms)
                     self._maps.lose(instance, now_ms)
-                case fleets.InstanceJoined() | fleets.StateReported():
+                case fleets.InstanceJoined(instance):
+                    self._instances_changed = True
+                    self._maps.meet(instance, now_ms)
+                case fleets.StateReported():
                     self._instances_changed = True
                 case fleets.RequestState(instance, state):
                     self._work.call(

@@ -26,7 +26,7 @@ from kvsp_core.limits import (
 )
 from kvsp_core.machines import reshard as m
 from kvsp_core.machines.alarms import Alarms
-from kvsp_core.machines.fleet import Fleet
+from kvsp_core.machines.fleet import Fleet, MemberKind
 from kvsp_core.machines.reshard_plan import Plan
 from kvsp_core.messages import FetchRange, ReshardAbort, ReshardCommit, ReshardMessage, ReshardPlan
 from kvsp_core.problems import PLAN_CONFLICT
@@ -74,7 +74,10 @@ class _Group:
     """One shard map: the context it splits, and how far a change of it has come."""
 
     context: MapContext
+    """The context as the authoritative version of the map splits it."""
     state: m.State
+    coming: MapContext | None = None
+    """The context as the change under way splits it; it takes the other's place when that is decided."""
 
 
 class ShardMaps:
@@ -103,19 +106,22 @@ class ShardMaps:
         self._alarms = Alarms()
         self._ending: Collection[str] = ()  # the scopes whose maps are to end
         self._unrepaired: dict[str, None] = {}  # maps with ranges that have no living owner
+        # Maps that split nothing and are kept for what is still to be told, or for the versions that were
+        # planned; the oldest makes room for a new map.
+        self._over: dict[str, None] = {}
 
     def get(self, map_id: str) -> ShardMap | None:
-        """Return the authoritative version of a map, or None."""
+        """Return the authoritative version of a map, or None where it splits nothing."""
         group = self._groups.get(map_id)
-        return group.state.map if group else None
+        return None if group is None or map_id in self._over else group.state.map
 
     @property
     def is_full(self) -> bool:
         """Whether no further map can be made."""
-        return len(self._groups) >= self._max_maps
+        return len(self._groups) - len(self._over) >= self._max_maps
 
     def context(self, map_id: str) -> MapContext:
-        """Return the context that a known map splits."""
+        """Return the context that a known map splits, or is to split where it splits none yet."""
         return self._groups[map_id].context
 
     def lost(self, map_id: str) -> frozenset[str]:
@@ -129,11 +135,15 @@ class ShardMaps:
         return group is None or isinstance(group.state, m.Stable)
 
     def unfit(self, map_id: str, instances: Iterable[str], context: MapContext) -> str | None:
-        """Return the first of these instances that may not get ranges of a map: it has none, and is not
-        active (LC-2), or has no part in the context's scope or model."""
-        current = self.get(map_id)
-        held = {shard.instance for shard in current.shards} if current else frozenset[str]()
-        return next((i for i in instances if i not in held and not self._may_take(i, context)), None)
+        """Return the first of these instances that may not get ranges of a map: it has not acknowledged an
+        earlier change, or has no ranges and is not active (LC-2), or has no part in the context's scope or
+        model."""
+        group = self._groups.get(map_id)
+        held = {shard.instance for shard in group.state.map.shards} if group else frozenset[str]()
+        owed = _owed(group)
+        return next(
+            (i for i in instances if i in owed or (i not in held and not self._may_take(i, context))), None
+        )
 
     def info(self, map_id: str) -> ShardMapInfo:
         """Return what an operator may see of a known map."""
@@ -154,8 +164,9 @@ class ShardMaps:
     def begin(self, map_id: str, shards: tuple[Shard, ...], context: MapContext, now_ms: int) -> None:
         """Go over to these shards; none end the map. A map's identifier is not used again after its end.
 
-        Raises `LocalProtocolError` while a change is under way, or for an instance that may not take work,
-        and `LimitExceeded` where there are too many maps, shards or blocks.
+        The context takes the place of the one before when the change is decided. Raises `LocalProtocolError`
+        while a change is under way, or for an instance that may not take ranges, and `LimitExceeded` where
+        there are too many maps, shards or blocks.
         """
         if len(shards) > MAX_SHARD_RANGES:
             raise LimitExceeded(f"a map has at most {MAX_SHARD_RANGES} shards; join those that touch")
@@ -164,16 +175,22 @@ class ShardMaps:
         group = self._groups.get(map_id)
         if (unfit := self.unfit(map_id, {shard.instance: None for shard in shards}, context)) is not None:
             raise LocalProtocolError(
-                f"{unfit} is not active, or has no part in the scope or the model: no ranges (LC-2)"
+                f"{unfit} is not active, has no part in the scope or the model, or has not acknowledged the "
+                "last change: no ranges (LC-2)"
             )
         if group is None:
             if self.is_full:
                 raise LimitExceeded(f"a controller keeps at most {self._max_maps} shard maps; end some")
+            if len(self._groups) >= self._max_maps:
+                self._end(next(iter(self._over)))
             group = _Group(context, m.Stable(map=ShardMap(map=map_id, version=0, shards=())))
         event = m.Begin(shards=shards, block_tokens=context.block_tokens, deadline_ms=self._deadline_ms)
         state, effects = m.transition(group.state, event, now_ms)
         self._groups[map_id] = group
-        group.context = context
+        self._over.pop(map_id, None)
+        if not group.state.map.shards:
+            group.context = context
+        group.coming = context
         self._enter(map_id, group, state, effects, now_ms)
 
     def restore(self, stored: StoredMap, now_ms: int) -> None:
@@ -191,13 +208,22 @@ class ShardMaps:
         """End the maps of these scopes, and keep trying: what is being changed ends a while after that."""
         self._ending = scopes
         for map_id, group in tuple(self._groups.items()):
-            if group.context.scope_id in scopes and self.is_stable(map_id):
+            if group.context.scope_id not in scopes or not self.is_stable(map_id):
+                continue
+            if map_id in self._over:
+                self._rest(map_id, group)
+            else:
                 self.begin(map_id, (), group.context, now_ms)
 
     def lose(self, instance: str, now_ms: int) -> None:
         """An incarnation of an instance is gone, and with it what it held."""
         for map_id in tuple(self._member_of.get(instance, ())):
             self._apply(map_id, m.MemberLost(instance), now_ms)
+
+    def meet(self, instance: str, now_ms: int) -> None:
+        """An instance that was lost reports again: tell it what it has not acknowledged."""
+        for map_id in tuple(self._member_of.get(instance, ())):
+            self._apply(map_id, m.MemberBack(instance), now_ms)
 
     def repair(self, now_ms: int) -> None:
         """Give ranges without a living owner to instances that can take them; ask when instances change."""
@@ -211,7 +237,7 @@ class ShardMaps:
         for map_id in self._alarms.take_due(now_ms):
             self._apply(map_id, m.Timer(), now_ms)
             group = self._groups.get(map_id)
-            if group is None or not isinstance(group.state, m.Stable):
+            if group is None or not isinstance(group.state, m.Stable) or map_id in self._over:
                 continue
             if group.context.scope_id in self._ending:
                 self.begin(map_id, (), group.context, now_ms)
@@ -223,6 +249,8 @@ class ShardMaps:
         if call.map not in self._groups:
             return
         event: m.Event = m.CallFailed(call.instance, call.version)
+        if self._fleet.kind_of(call.instance) in (MemberKind.FAILED, MemberKind.UNKNOWN):
+            event = m.MemberLost(call.instance)  # it is called again when it reports
         if isinstance(item, AnswerReceived):
             problem = read_outcome(item.response, item.body)
             match call:
@@ -251,27 +279,31 @@ class ShardMaps:
         """Take a state over, and do what the coordinator wants."""
         before, group.state = group.state, state
         self._note_members(map_id, _members(before), _members(state))
-        self._alarms.set(map_id, m.next_deadline_ms(state))
+        due_ms = m.next_deadline_ms(state)
+        self._alarms.set(map_id, due_ms)
         for effect in effects:
             self._do(map_id, group, effect)
         if not isinstance(state, m.Stable):
             return
-        if not state.map.shards and state.map.version:
-            self._end(map_id)
+        soon_ms = now_ms + self._retry_ms if due_ms is None else min(due_ms, now_ms + self._retry_ms)
+        if not state.map.shards:
+            self._rest(map_id, group)
         elif group.context.scope_id in self._ending:
-            self._alarms.set(map_id, now_ms + self._retry_ms)  # not at once: a member may have refused
+            self._alarms.set(map_id, soon_ms)  # not at once: a member may have refused
         elif not state.lost & _members(state):
             self._unrepaired.pop(map_id, None)
         elif isinstance(before, m.Aborting):
             # Not at once, lest a member that refuses be asked without end.
             self._unrepaired[map_id] = None
-            self._alarms.set(map_id, now_ms + self._retry_ms)
+            self._alarms.set(map_id, soon_ms)
         else:
             self._reassign(map_id, group, now_ms)
 
     def _do(self, map_id: str, group: _Group, effect: m.Effect) -> None:
         match effect:
             case m.PersistRecord(record):
+                if record.phase is m.Phase.COMMITTED and group.coming is not None:
+                    group.context, group.coming = group.coming, None
                 self._work.emit(Persist((map_write(StoredMap(record=record, context=group.context)),)))
             case m.Prepare(instance, plan):
                 self._tell(
@@ -286,6 +318,7 @@ class ShardMaps:
                 self._work.observe("kvsp_reshard_moved_tokens", moved)
                 self._work.observe("kvsp_recomputed_tokens", computed)
             case m.Aborted():
+                group.coming = None
                 self._work.observe("kvsp_reshards", outcome="aborted")
             case m.RangesLost():
                 self._unrepaired[map_id] = None
@@ -308,6 +341,8 @@ class ShardMaps:
         self._unrepaired[map_id] = None
         assignable = (status.instance for status in self._fleet.assignable())
         held = dict.fromkeys((name for name in assignable if self._may_take(name, group.context)), 0)
+        for name in _owed(group) & held.keys():
+            del held[name]
         for shard in group.state.map.shards:
             if shard.instance in held and shard.instance not in group.state.lost:
                 held[shard.instance] += shard.tokens[1] - shard.tokens[0]
@@ -339,16 +374,33 @@ class ShardMaps:
         for instance in after - before:
             self._member_of.setdefault(instance, {})[map_id] = None
 
+    def _rest(self, map_id: str, group: _Group) -> None:
+        """Keep of a map that splits nothing what is still needed: who is to be told, the versions planned."""
+        self._unrepaired.pop(map_id, None)
+        has_ended = group.state.map.version > 0 or group.context.scope_id in self._ending
+        if has_ended and not _owed(group):
+            self._end(map_id)
+        elif map_id not in self._over:
+            self._over[map_id] = None
+            group.context = attrs.evolve(group.context, block_keys=())
+            self._do(map_id, group, m.PersistRecord(m.record_of(group.state)))
+
     def _end(self, map_id: str) -> None:
         self._note_members(map_id, _members(self._groups.pop(map_id).state), frozenset())
+        self._over.pop(map_id, None)
         self._unrepaired.pop(map_id, None)
         self._alarms.set(map_id, None)
         self._work.emit(Persist((map_drop(map_id),)))
 
 
+def _owed(group: _Group | None) -> frozenset[str]:
+    """Return the instances that have not acknowledged a change of a map."""
+    return frozenset(one.instance for one in group.state.owed) if group else frozenset()
+
+
 def _members(state: m.State) -> frozenset[str]:
-    """Return the instances that have a part in a map or in a change of it."""
-    members = {shard.instance for shard in state.map.shards}
+    """Return the instances that have a part in a map or in a change of it, or have not heard of one."""
+    members = {shard.instance for shard in state.map.shards} | {one.instance for one in state.owed}
     match state:
         case m.Stable():
             pass
@@ -362,7 +414,7 @@ def _members(state: m.State) -> frozenset[str]:
 
 
 def _plan_message(map_id: str, group: _Group, plan: Plan) -> ReshardPlan:
-    member, context = plan.member, group.context
+    member, context = plan.member, group.coming or group.context
     return ReshardPlan(
         map=map_id,
         from_=plan.version,

@@ -23,7 +23,9 @@ from kvsp_core.roles.serving import Asked, answer, done, refuse
 
 __all__ = ["serve_shards"]
 
-_NO_MAP: Final = Problem(NOT_FOUND, "no such shard map; it has ended or was never made")
+_NO_MAP: Final = Problem(
+    NOT_FOUND, "no such shard map; it has ended, or was never made: a first split may have been refused"
+)
 _UNDER_WAY: Final = Problem(CONFLICT, "a change of this map is under way; ask again when it is over")
 _OTHER_CONTEXT: Final = Problem(CONFLICT, "the map splits another context; name this one with another map")
 _FULL: Final = Problem(UNAVAILABLE, "the controller keeps as many shard maps as it can; end some")
@@ -61,10 +63,10 @@ def _split(maps: ShardMaps, map_id: str, request: SplitRequest, now_ms: int) -> 
             return _FULL
         current = ShardMap(map=map_id, version=0, shards=())
     else:
-        if not _continues(maps.context(map_id), request):
-            return _OTHER_CONTEXT
         if not maps.is_stable(map_id):
             return _UNDER_WAY
+        if not _continues(maps.context(map_id), request):
+            return _OTHER_CONTEXT
     end = current.shards[-1].tokens[1] if current.shards else 0
     if request.token_count < end:
         return Problem(CONFLICT, f"token_count: a context does not shrink; this one has {end} tokens")
@@ -75,7 +77,10 @@ def _split(maps: ShardMaps, map_id: str, request: SplitRequest, now_ms: int) -> 
         block_tokens=request.block_tokens,
     )
     if (unfit := maps.unfit(map_id, request.instances, made_of)) is not None:
-        detail = f"instances: {unfit} is not active, or has no part in the scope or the model"
+        detail = (
+            f"instances: {unfit} is not active, has no part in the scope or the model, or has not "
+            "acknowledged the last change of this map"
+        )
         return Problem(INVALID_STATE, detail)
     lost = maps.lost(map_id)
     shards = divide(

@@ -16,7 +16,7 @@ from kvsp_core.machines.lease import BlockKind, LeaseTable
 from kvsp_core.problems import NOT_FOUND, Problem
 from kvsp_core.records import ReplicaRecord, Residency
 from kvsp_core.roles.descriptors import Descriptors
-from kvsp_core.roles.holdings import Holdings, TierLimits, id_of
+from kvsp_core.roles.holdings import Holdings, TierLimits, Warmth, id_of
 from kvsp_core.roles.publication import Publisher
 from kvsp_core.roles.role import BlockName, Drop, StoredBlock
 from kvsp_core.roles.tier_moves import TierMoves
@@ -133,15 +133,38 @@ class HeldBlocks:
         tier = self.holdings.room_for(size_bytes)
         return tier if tier is not None and self._clear(tier, size_bytes, now_ms) else None
 
-    def _clear(self, tier: str, size_bytes: int, now_ms: int) -> bool:
-        """Evict what goes first in a tier until so much fits; return whether it does."""
+    def _clear(self, tier: str, size_bytes: int, now_ms: int, below: Warmth | None = None) -> bool:
+        """Evict what goes first in a tier until so much fits; return whether it does, else nothing goes.
+
+        With `below`, only what is colder than that goes.
+        """
+        if not self._can_clear(tier, size_bytes, now_ms, below):
+            return False
         for block in self.holdings.victims(tier, size_bytes):
-            if block in self._kept or not self.lease_table.may_evict(block, now_ms):
+            if not self._may_go(block, now_ms):
                 self.holdings.set_evictable(block, False)
                 continue
             self._work.observe("kvsp_holder_evictions", tier=tier)
             self._apply(self.lease_table.handle(leases.EvictBlock(block=block), now_ms), now_ms)
-        return self.holdings.free_bytes(tier) >= size_bytes
+        return True
+
+    def _can_clear(self, tier: str, size_bytes: int, now_ms: int, below: Warmth | None) -> bool:
+        if not self.holdings.can_fit(tier, size_bytes):
+            return False
+        missing_bytes, protected = size_bytes - self.holdings.free_bytes(tier), []
+        for block, block_bytes, warmth in self.holdings.in_line(tier):
+            if missing_bytes <= 0 or (below is not None and warmth >= below):
+                break
+            if self._may_go(block, now_ms):
+                missing_bytes -= block_bytes
+            else:
+                protected.append(block)
+        for block in protected:
+            self.holdings.set_evictable(block, False)
+        return missing_bytes <= 0
+
+    def _may_go(self, block: str, now_ms: int) -> bool:
+        return block not in self._kept and self.lease_table.may_evict(block, now_ms)
 
     def lose(self, block: str, now_ms: int) -> None:
         """A fault took a block: withdraw it, then drop it."""

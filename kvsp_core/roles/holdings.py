@@ -11,17 +11,20 @@ of a prompt; where that guess is wrong, a block goes earlier or later than it mi
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
-from typing import Final
+from typing import Final, TypeAlias
 
 import attrs
 
 from kvsp_core.errors import LocalProtocolError
 from kvsp_core.roles.role import BlockName, StoredBlock
 
-__all__ = ["TIER_ORDER", "Holdings", "TierLimits", "id_of"]
+__all__ = ["TIER_ORDER", "Holdings", "TierLimits", "Warmth", "id_of"]
 
 TIER_ORDER: Final = ("device", "host", "remote-memory", "local-storage", "remote-storage")
 """Tiers from the fastest on; one that is not here is the slowest."""
+
+Warmth: TypeAlias = tuple[bool, int]
+"""How soon a block would be missed: less is colder. Whether its prefix is there, and its last use."""
 
 
 @attrs.frozen(kw_only=True)
@@ -50,7 +53,7 @@ class _Tier:
     def free_bytes(self) -> int:
         return self.limits.capacity_bytes - self.used_bytes
 
-    def first_use(self) -> tuple[bool, int]:
+    def first_use(self) -> Warmth:
         """Return what its first victim is: an orphan or not, and when it was used last."""
         queue = self.orphans or self.unused
         return not self.orphans, next(iter(queue.values()), 0)
@@ -161,8 +164,8 @@ class Holdings:
 
     # What goes first
 
-    def first_use(self, tier: str) -> tuple[bool, int]:
-        """Return how soon the first block of a tier would be missed: less is colder, and an orphan least."""
+    def first_use(self, tier: str) -> Warmth:
+        """Return how soon the first block of a tier would be missed."""
         return self._tiers[tier].first_use()
 
     def coldest(self, tier: str) -> str | None:
@@ -199,14 +202,27 @@ class Holdings:
     def room_for(self, size_bytes: int) -> str | None:
         """Return the fastest tier with room for so much, else the one whose blocks are missed least."""
         candidates = [
-            (tier.first_use(), name)
-            for name, tier in self._tiers.items()
-            if tier.free_bytes + tier.evictable_bytes >= size_bytes
+            (tier.first_use(), name) for name, tier in self._tiers.items() if self.can_fit(name, size_bytes)
         ]
         for _, name in candidates:
             if self._tiers[name].free_bytes >= size_bytes:
                 return name
         return min(candidates, default=(None, None))[1]
+
+    def can_fit(self, tier: str, size_bytes: int) -> bool:
+        """Return whether a tier has so much room once all that may be evicted is gone."""
+        found = self._tiers[tier]
+        return found.free_bytes + found.evictable_bytes >= size_bytes
+
+    def in_line(self, tier: str) -> Iterator[tuple[str, int, Warmth]]:
+        """Go through what may be evicted from a tier, the coldest first: the block, its octets, its warmth.
+
+        Nothing may be added, removed or used meanwhile.
+        """
+        found = self._tiers[tier]
+        for queue, warm in ((found.orphans, False), (found.unused, True)):
+            for block, use in queue.items():
+                yield block, self._held[block].block.header.size_bytes, (warm, use)
 
     def victims(self, tier: str, size_bytes: int) -> Iterator[str]:
         """Go through the blocks to evict, until there is room for so much.

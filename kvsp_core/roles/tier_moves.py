@@ -15,7 +15,7 @@ from typing import Final, TypeAlias
 import attrs
 
 from kvsp_core.limits import MAX_TIER_MOVES
-from kvsp_core.roles.holdings import Holdings
+from kvsp_core.roles.holdings import Holdings, Warmth
 from kvsp_core.roles.role import Drop, JobDone, JobFailed, ReadBlock, Store, StoredBlock
 from kvsp_core.roles.work import Work
 
@@ -65,9 +65,9 @@ Purpose: TypeAlias = MoveRead | MoveStore
 class TierMoves:
     """The moves of one holder.
 
-    `make_room` makes room for a block in a tier by evicting what goes first there. `in_use` says whether a
-    block is being read or kept. `moved` is told when a move has ended, and `lost` when a block turned out
-    not to be what was stored.
+    `make_room` makes room in a tier by evicting what is colder there than so much, or evicts nothing.
+    `in_use` says whether a block is being read or kept. `moved` is told when a move has ended, and `lost`
+    when a block turned out not to be what was stored.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class TierMoves:
         work: Work,
         holdings: Holdings,
         *,
-        make_room: Callable[[str, int, int], bool],
+        make_room: Callable[[str, int, int, Warmth], bool],
         in_use: Callable[[str], bool],
         moved: Callable[[str, int, bool], None],
         lost: Callable[[str, int], None],
@@ -120,8 +120,7 @@ class TierMoves:
             if now_ms < self._rests_until_ms.get(lower, 0):
                 continue
             room = self._holdings.free_bytes(lower) >= size_bytes
-            colder = self._holdings.first_use(lower) < self._holdings.first_use(tier)
-            if room or (colder and self._make_room(lower, size_bytes, now_ms)):
+            if room or self._make_room(lower, size_bytes, now_ms, self._holdings.first_use(tier)):
                 move = self._begin(block, stored, tier, lower, self._work.new_buffer())
                 job = self._work.job(MoveRead(move))
                 self._work.emit(ReadBlock(job, move.buffer, stored.name, tier))

@@ -151,11 +151,19 @@ class Resharding(RuleBasedStateMachine):
         self.begin(order[:count], None)
         self.calm_down()
 
+    @property
+    def owed(self) -> set[str]:
+        """Who has not acknowledged a decision."""
+        return {one.instance for one in self.coordinator.owed}
+
     @precondition(lambda self: isinstance(self.coordinator, reshard.Stable))
     @rule(
         members=st.lists(st.sampled_from(MEMBERS), min_size=1, unique=True), fails=st.sampled_from([None, 0])
     )
     def begin(self, members: list[str], fails: int | None) -> None:
+        members = [member for member in members if member not in self.owed]
+        if not members:
+            return
         shards = divide(
             self.coordinator.map,
             self.length,
@@ -225,6 +233,10 @@ class Resharding(RuleBasedStateMachine):
         self.coordinate(reshard.MemberLost(member))
 
     @rule(member=st.sampled_from(MEMBERS))
+    def lost_member_is_back(self, member: str) -> None:
+        self.coordinate(reshard.MemberBack(member))
+
+    @rule(member=st.sampled_from(MEMBERS))
     def step_is_computed(self, member: str) -> None:
         state, version = self.members[member], self.coordinator.map.version
         if reshard_member.refuse_step(state, version) is not None:
@@ -281,12 +293,13 @@ class Resharding(RuleBasedStateMachine):
         for member in sorted(self.unnoticed):
             self.loss_is_noticed(member)
         for _ in range(60):
-            if isinstance(self.coordinator, reshard.Stable):
+            if isinstance(self.coordinator, reshard.Stable) and not self.owed:
                 return
             asked = [m for m in self.network if m.ok is None]
             self.network = []
             for member in MEMBERS:
-                for version in (self.coordinator.highest, self.coordinator.map.version):
+                owed = (one.version for one in self.coordinator.owed)
+                for version in (self.coordinator.highest, self.coordinator.map.version, *owed):
                     self.coordinate(reshard.CallFailed(member, version))
             for message in asked:
                 self.deliver(message)
@@ -307,6 +320,7 @@ class Resharding(RuleBasedStateMachine):
                 break
         else:
             raise AssertionError("no reshard succeeds although nothing fails")
+        assert not any(self.property.left_behind(member) for member in MEMBERS)
         self.every_range_is_held_by_its_owner_or_known_to_be_lost_or_about_to_be_found_lost()
         super().teardown()
 

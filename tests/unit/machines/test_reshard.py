@@ -22,7 +22,9 @@ from kvsp_core.machines.reshard import (
     Committing,
     Effect,
     Event,
+    MemberBack,
     MemberLost,
+    Owed,
     PersistRecord,
     Phase,
     PlanAnswered,
@@ -188,7 +190,7 @@ def test_a_member_lost_before_the_decision_aborts() -> None:
     assert RangesLost(A, ((0, 32),)) in effects
     assert state.waiting == {B, C}
     state, _ = run(state, AbortAnswered(B, 5), AbortAnswered(C, 5))
-    assert state == Stable(map=THREE, highest=5, lost=frozenset({A}))
+    assert state == Stable(map=THREE, highest=5, lost=frozenset({A}), owed=frozenset({Owed(A, 5)}))
 
 
 @pytest.mark.requirement("RS-6")
@@ -251,8 +253,9 @@ def test_recovery_when_nothing_was_under_way() -> None:
     ended, effects = run(
         stable, MemberLost(A), MemberLost(C), Begin(shards=(), block_tokens=4, deadline_ms=1)
     )
-    assert ended == Stable(map=ShardMap(map="m", version=5, shards=()), highest=5)
-    assert recover(records(effects)[-1]) == (ended, ())
+    everybody = frozenset(Owed(member, 5) for member in (A, B, C))
+    assert ended == Stable(map=ShardMap(map="m", version=5, shards=()), highest=5, owed=everybody)
+    assert recover(records(effects)[-1]) == (ended, (Commit(A, 5), Commit(B, 5), Commit(C, 5)))
 
 
 def test_a_map_begins_at_version_zero() -> None:
@@ -270,6 +273,77 @@ def test_a_frozen_state_does_not_depend_on_when() -> None:
     assert hash(freeze(early, 1010)) == hash(freeze(late, 7010))
     assert thaw(freeze(early, 1010), 1010) == early
     assert freeze(STABLE, 9) is STABLE
+
+
+# Who was counted lost and comes back has to hear of what was decided without it
+
+
+@pytest.mark.requirement("RS-6")
+def test_a_member_left_out_is_told_until_it_acknowledges() -> None:
+    state, effects = run(STABLE, MemberLost(B), BEGIN, PlanAnswered(A, 5, True), PlanAnswered(C, 5, True))
+    assert Commit(B, 5) in effects
+    state, _ = run(state, CommitAnswered(A, 5, True), CommitAnswered(C, 5, True))
+    assert isinstance(state, Stable)  # nobody waits for it
+    assert next_deadline_ms(state) is None
+    state, effects = run(state, CallFailed(B, 5))
+    assert next_deadline_ms(state) == 1500
+    assert run(state, Timer(), now_ms=1499) == (state, ())
+    state, effects = run(state, Timer(), now_ms=1500)
+    assert effects == (Commit(B, 5),)
+    assert run(state, CommitAnswered(B, 4, True)) == (state, ())  # it speaks of another version
+    state, effects = run(state, CommitAnswered(B, 5, False))
+    assert (state.owed, records(effects)[0].owed) == (frozenset(), ())
+    assert run(state, MemberBack(B)) == (state, ())
+
+
+@pytest.mark.requirement("RS-6")
+@pytest.mark.parametrize("decided", [True, False])
+def test_a_member_lost_in_a_change_is_told_when_it_is_back(decided: bool) -> None:
+    state, _ = run(STABLE, BEGIN, *(ACKS if decided else ACKS[:2]), MemberLost(C))
+    told = (
+        (CommitAnswered(A, 5, True), CommitAnswered(B, 5, True))
+        if decided
+        else (
+            AbortAnswered(A, 5),
+            AbortAnswered(B, 5),
+        )
+    )
+    state, effects = run(state, *told)
+    assert isinstance(state, Stable)
+    assert records(effects)[-1].owed == (Owed(C, 5),)
+    decision = Commit(C, 5) if decided else Abort(C, 5)
+    assert run(state, MemberBack(C)) == (state, (decision,))
+    assert recover(records(effects)[-1]) == (state, (decision,))  # a crash in between changes nothing
+    state, _ = run(state, CommitAnswered(C, 5, True) if decided else AbortAnswered(C, 5))
+    assert state.owed == frozenset()
+    assert state.lost == {C}  # what it holds is not relied upon before it is asked
+
+
+@pytest.mark.requirement("RS-6")
+def test_an_abort_that_is_owed_is_told_beside_a_later_attempt_and_is_covered_by_its_commit() -> None:
+    state, _ = run(STABLE, BEGIN, MemberLost(C), AbortAnswered(A, 5), AbortAnswered(B, 5))
+    with pytest.raises(LocalProtocolError, match="not acknowledged"):
+        run(state, BEGIN)  # C is to have a part in it
+    later = Begin(shards=(Shard(tokens=(0, 96), instance=A),), block_tokens=4, deadline_ms=200)
+    state, _ = run(state, CallFailed(C, 5), later)
+    state, effects = run(state, MemberBack(C))
+    assert effects == (Abort(C, 5),)
+    state, effects = run(state, PlanAnswered(A, 6, True), PlanAnswered(B, 6, True))
+    assert Commit(C, 6) in effects
+    state, effects = run(state, MemberBack(C))
+    assert effects == (Commit(C, 6),)
+    state, _ = run(state, AbortAnswered(C, 5))
+    assert state.owed == {Owed(C, 6)}
+    state, _ = run(state, CommitAnswered(C, 6, False))
+    assert (state.owed, state.lost) == (frozenset(), frozenset())
+
+
+@pytest.mark.requirement("RS-6")
+def test_who_is_owed_an_abort_stays_lost_though_it_holds_its_ranges() -> None:
+    state, _ = run(STABLE, BEGIN, MemberLost(C), AbortAnswered(A, 5), AbortAnswered(B, 5))
+    later = Begin(shards=(Shard(tokens=(0, 96), instance=A),), block_tokens=4, deadline_ms=200)
+    state, _ = run(state, later, PlanAnswered(B, 6, False), CommitAnswered(C, 4, True))
+    assert state.lost == {C}  # so no plan goes to it before it has heard
 
 
 # Legality
@@ -308,6 +382,7 @@ EVENTS = {
         AbortAnswered(A, 5),
         CallFailed(A, 5),
         MemberLost(A),
+        MemberBack(A),
         Timer(),
     )
 }

@@ -286,15 +286,18 @@ def info(group: Group) -> ShardMapInfo:
 @pytest.fixture
 def operated(group: Group) -> Group:
     """A controller whose operator may read in the scope."""
-    group.controller.policy = Policy(
-        {
-            OPERATOR: [RoleName.OPERATOR],
-            FE: [RoleName.FRONT_END],
-            **{i: [RoleName.INSTANCE] for i in (A, B, C)},
-        },
-        {SCOPE: ScopeRules(read=[OPERATOR, A, B, C]), OTHER_SCOPE: ScopeRules(read=[FE])},
-    )
+    group.controller.policy = OPERATED
     return group
+
+
+OPERATED = Policy(
+    {
+        OPERATOR: [RoleName.OPERATOR],
+        FE: [RoleName.FRONT_END],
+        **{i: [RoleName.INSTANCE] for i in (A, B, C)},
+    },
+    {SCOPE: ScopeRules(read=[OPERATOR, A, B, C]), OTHER_SCOPE: ScopeRules(read=[FE])},
+)
 
 
 @pytest.mark.requirement("RS-1", "RS-2")
@@ -333,12 +336,118 @@ def test_an_operator_splits_a_context_splits_it_anew_and_ends_it(operated: Group
     assert operated.ask(OPERATOR, EndShardMap("m1"))[0] == 404
 
 
-def test_an_operator_sees_that_a_change_was_given_up(operated: Group) -> None:
-    operated.ask(OPERATOR, SplitContext("m1"), request(A))
+def test_a_first_split_that_was_given_up_leaves_no_map_and_binds_nobody(operated: Group) -> None:
+    operated.ask(OPERATOR, SplitContext("m1"), request(A, block_keys=KEYS[2:4]))
     operated.answer_all(status=409)
     assert info(operated).state == "aborting"
     operated.answer_all()
-    assert info(operated) == ShardMapInfo(version=0, planned=1, state="stable", shards=())
+    assert operated.ask(OPERATOR, GetShardMap("m1"))[0] == 404
+    assert operated.ask(OPERATOR, EndShardMap("m1"))[0] == 404
+    operated.restart()
+    operated.controller.policy = OPERATED
+    assert operated.ask(OPERATOR, GetShardMap("m1"))[0] == 404
+    operated.report(A, ttl_ms=60_000)
+    assert operated.ask(OPERATOR, SplitContext("m1"), request(A))[0] == 202  # with other keys
+    told = operated.told()[A]
+    assert isinstance(told, ReshardPlan)
+    assert (told.to, told.block_keys) == (2, KEYS[:2])
+
+
+def test_what_is_kept_of_split_contexts_that_are_over_makes_room_for_others(operated: Group) -> None:
+    operated.controller._maps._max_maps = 1
+    operated.ask(OPERATOR, SplitContext("m1"), request(A))
+    assert operated.ask(OPERATOR, SplitContext("m2"), request(A))[0] == 503
+    operated.answer_all(status=409)
+    operated.answer_all()
+    assert operated.ask(OPERATOR, SplitContext("m2"), request(A))[0] == 202
+    assert list(operated.store.tables["maps"]) == ["m2"]
+
+
+def test_a_growth_that_was_given_up_leaves_the_context_as_it_was(operated: Group) -> None:
+    operated.ask(OPERATOR, SplitContext("m1"), request(A))
+    operated.answer_all()
+    operated.answer_all()
+    wrong = request(A, B, token_count=64, block_keys=(*KEYS[:2], "ee" * 32, "ee" * 32))
+    assert operated.ask(OPERATOR, SplitContext("m1"), wrong)[0] == 202
+    operated.answer_all(status=409)
+    operated.answer_all()
+    operated.answer_all()
+    right = request(A, B, token_count=64, block_keys=KEYS[:4])
+    assert operated.ask(OPERATOR, SplitContext("m1"), right)[0] == 202
+    operated.answer_all()
+    operated.restart()  # after the decision, before the commits were answered
+    operated.controller.policy = OPERATED
+    operated.answer_all()
+    for instance in (A, B):
+        operated.report(instance, ttl_ms=60_000)
+    assert operated.ask(OPERATOR, SplitContext("m1"), wrong)[0] == 409
+    assert operated.ask(OPERATOR, SplitContext("m1"), right)[0] == 200
+
+
+@pytest.mark.requirement("RS-6")
+def test_a_member_that_comes_back_is_told_what_was_decided_without_it(split: Group) -> None:
+    for instance in (A, C):
+        split.report(instance, ttl_ms=60_000)
+    split.pass_time(59_000)
+    for instance in (A, C):
+        split.report(instance, ttl_ms=60_000)
+    split.pass_time(2_000)  # B has failed: its range goes to C
+    for _ in range(2):
+        for call in tuple(split.calls.values()):
+            if call.base_uri == B:
+                split.give(CallFailed(split.calls.pop(call.call_id).call_id, "no connection"))
+        split.answer_all()
+    assert split.owners() == [A, C]
+    split.pass_time(10_000)
+    assert split.told() == {}  # it is not called while it is away
+    split.restart()
+    for instance in (A, C):
+        split.report(instance, ttl_ms=60_000)
+    assert split.told() == {B: ReshardCommit(map="m1", commit=2)}
+    split.report(B, ttl_ms=60_000)  # in the same incarnation
+    for call in tuple(split.calls.values()):
+        split.give(CallFailed(split.calls.pop(call.call_id).call_id, "no connection"))
+    assert split.told() == {}
+    split.pass_time(500)
+    assert split.told() == {B: ReshardCommit(map="m1", commit=2)}
+    with pytest.raises(LocalProtocolError, match="not acknowledged"):
+        split.split(A, B)
+    (call,) = split.calls.values()
+    del split.calls[call.call_id]
+    response, octets = problem_response(Problem(PLAN_CONFLICT))
+    split.give(AnswerReceived(call.call_id, response, octets))
+    split.pass_time(500)
+    assert split.told() == {}
+    split.split(A, B)
+
+
+@pytest.mark.requirement("RS-6")
+def test_a_map_that_has_ended_is_kept_until_all_have_heard(split: Group) -> None:
+    split.split()
+    split.answer_all()  # decided
+    lost = next(call for call in split.calls.values() if call.base_uri == B)
+    split.give(CallFailed(split.calls.pop(lost.call_id).call_id, "no connection"))
+    split.answer_all()
+    split.report(B, epoch=2, ttl_ms=60_000)
+    assert split.controller.shard_map("m1") is None
+    assert split.told() == {B: ReshardCommit(map="m1", commit=2)}
+    split.answer_all()
+    assert split.store.tables["maps"] == {}
+
+
+@pytest.mark.requirement("RS-6")
+def test_a_dead_owner_that_is_asked_does_not_hold_up_the_repair(split: Group) -> None:
+    split.pass_time(59_000)
+    for instance in (A, C):
+        split.report(instance, ttl_ms=60_000)
+    split.pass_time(2_000)
+    split.answer_all(409)  # C refuses the range of B, so all owners are asked what they hold
+    for call in tuple(split.calls.values()):
+        if call.base_uri == B:
+            split.give(CallFailed(split.calls.pop(call.call_id).call_id, "no connection"))
+    split.answer_all()
+    split.pass_time(500)
+    assert isinstance(split.told()[C], ReshardPlan)
 
 
 @pytest.mark.requirement("SE-1", "LC-2")

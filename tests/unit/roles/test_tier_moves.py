@@ -237,3 +237,34 @@ def test_a_holder_that_is_about_to_stop_moves_nothing(loop: Loop) -> None:
     loop.index_answers()
     assert numbers_in(loop, LOCAL) == set()
     assert not [e for e in loop.log if isinstance(e, Drop)]
+
+
+def test_nothing_is_evicted_below_for_a_block_that_does_not_fit_there_all_the_same() -> None:
+    loop = loop_with(host=8, local=4, index=False)
+    fill(loop, 8)
+    for number in range(8, 11):
+        fill(loop, 1, first=number)
+    below = sorted(numbers_in(loop, LOCAL))
+    assert len(below) == 4
+    for number in below[1:]:
+        loop.lease(K[number])  # they stay, and the room of the first alone is not enough
+        loop.holder.keep(NAMES[number])
+        loop.holder.let_go(NAMES[number])
+    blocks = loop.holder._blocks
+    assert blocks.holdings.can_fit(LOCAL, 2 * SIZE)  # as far as is known before the leases are looked at
+    assert not blocks._clear(LOCAL, 2 * SIZE, loop.now_ms)
+    assert [n for n in below if loop.holder.tier_of(NAMES[n]) is None] == []
+    assert blocks._clear(LOCAL, SIZE, loop.now_ms)
+    assert [n for n in below if loop.holder.tier_of(NAMES[n]) is None] == below[:1]
+
+
+def test_only_what_is_colder_than_the_block_that_moves_makes_room_for_it() -> None:
+    loop = loop_with(host=8, local=4, index=False)
+    fill(loop, 11)
+    blocks = loop.holder._blocks
+    coldest, *others = (warmth for _, _, warmth in blocks.holdings.in_line(LOCAL))
+    assert not blocks._clear(LOCAL, SIZE, loop.now_ms, coldest)
+    assert not blocks._clear(LOCAL, 2 * SIZE, loop.now_ms, others[0])
+    assert len(list(blocks.holdings.in_line(LOCAL))) == 4
+    assert blocks._clear(LOCAL, SIZE, loop.now_ms, others[0])
+    assert len(list(blocks.holdings.in_line(LOCAL))) == 3
