@@ -259,6 +259,31 @@ class Segment(NamedTuple):
 Owner: TypeAlias = tuple[str, Space | None]
 """Whose new keys a chunk takes: a holder's of a space, or those that are moved together."""
 
+_STAND_IN_KEYS: Final = b"".join(number.to_bytes(KEY_OCTETS, "big") for number in range(_SLOTS))
+_STAND_IN_KEY: Final = (_SLOTS // 2).to_bytes(KEY_OCTETS, "big")
+
+
+def _stand_in() -> Chunk:
+    """Return a full chunk with a column that has no row for any slot."""
+    space = Space("", "")
+    nobody = KindKey(
+        client="",
+        holder_id="",
+        holder="",
+        space=space,
+        codec=0,
+        residency=(),
+        moqt_namespace=None,
+        by_layer=False,
+    )
+    chunk = Chunk(-1, ("", space))
+    chunk.keys += _STAND_IN_KEYS
+    column = Column(chunk, Kind(nobody))
+    column.slots.append(_SLOTS)
+    chunk.columns[""] = (column,)
+    return chunk
+
+
 Run: TypeAlias = tuple[int, int, Chunk, int]
 """Keys that lie together: position of the first in the lookup, how many, and where."""
 
@@ -277,6 +302,7 @@ class PackedReplicas:
         # Columns by when their first record may expire; a column is looked at when its bucket comes up.
         self._buckets: dict[int, list[Column]] = {}
         self._bucket_heap: list[int] = []
+        self._stand_in = _stand_in()
         self.records = 0
         self.total_bytes = 0
         """The room that all records take, about what they take in memory, and that of each client."""
@@ -297,13 +323,15 @@ class PackedReplicas:
     # One record
 
     def find(self, holder_id: str, key: bytes) -> tuple[Column, int] | None:
-        """Return the record of a holder for a key, expired or not, as its column and row."""
+        """Return the record of a holder for a key, expired or not, as its column and row.
+
+        What is not there is looked for in a chunk that stands for it: whoever may not know whether a record
+        exists must not learn it from the time that this takes.
+        """
         number = self._where.get(key)
-        if number is None:
-            return None
-        chunk = self._chunks[number]
-        slot = chunk.slot_of(key)
-        for column in chunk.columns.get(holder_id, ()):
+        chunk = self._stand_in if number is None else self._chunks[number]
+        slot = chunk.slot_of(_STAND_IN_KEY if number is None else key)
+        for column in chunk.columns.get(holder_id) or self._stand_in.columns[""]:
             row = column.row_of(slot)
             if row >= 0:
                 return column, row
