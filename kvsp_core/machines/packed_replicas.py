@@ -279,7 +279,7 @@ def _stand_in() -> Chunk:
     chunk = Chunk(-1, ("", space))
     chunk.keys += _STAND_IN_KEYS
     column = Column(chunk, Kind(nobody))
-    column.slots.append(_SLOTS)
+    column.slots.append(0xFFFF)  # no slot of any chunk
     chunk.columns[""] = (column,)
     return chunk
 
