@@ -82,6 +82,7 @@ __all__ = [
     "RESUME_LOAD_MS",
     "RESUME_WAIT_MS",
     "SESSION_KEPT_MS",
+    "SHARED_LEASE_KEYS",
     "STATE_RETRY_MS",
     "STATUS_RETRY_MS",
     "UNREACHABLE_MS",
@@ -315,6 +316,9 @@ MAX_TIER_MOVES: Final = 4
 
 MAX_LEASE_KEYS: Final = 8192
 """Block keys in one lease; more is 413."""
+
+SHARED_LEASE_KEYS: Final = 256
+"""Blocks that an instance has leased at a time for what it loads from a holder; more are several leases."""
 
 UNREACHABLE_MS: Final = 5_000
 """How long an instance asks a holder for no further block after one request of it got no answer."""

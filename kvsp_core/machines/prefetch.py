@@ -16,6 +16,7 @@ Few blocks load at a time, the earliest deadline first, so that loading does not
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias, assert_never
 
@@ -346,6 +347,31 @@ class PrefetchTable:
         """Return a directive that names a block: its scope and Compatibility ID are the block's."""
         names = self._by_key.get(block_key)
         return None if names is None else self._directives[next(iter(names))].message
+
+    def is_wanted(self, block_key: str) -> bool:
+        """Return whether a block waits for its turn, or is being loaded or stored."""
+        return block_key in self._wanted
+
+    def next_from(self, job: int, holder: str, most: int) -> tuple[str, ...]:
+        """Return at most so many blocks that are to be loaded after that of a job for the same directive, and
+        from the same holder."""
+        if job not in self._jobs or most < 1:
+            return ()
+        key = self._jobs[job][0]
+        name = next(iter(self._wanted[key].claims))
+        directive = self._directives[name]
+        later = itertools.islice(directive.blocks, directive.places[key] + 1, None)
+        return tuple(
+            itertools.islice(
+                (b.block_key for b in later if self._comes_from(b.block_key, name, holder)), most
+            )
+        )
+
+    def _comes_from(self, key: str, directive: str, holder: str) -> bool:
+        """Return whether a block is still to be had for this directive, and from there first."""
+        wanted = self._wanted.get(key)
+        records = wanted.claims.get(directive) if wanted is not None else None
+        return bool(records) and records[0].holder == holder
 
     def is_pinned(self, block_key: str) -> bool:
         """Return whether a block is kept from eviction for a request that is to come."""

@@ -8,7 +8,8 @@ directives.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import assert_never
 
 import attrs
 
@@ -18,8 +19,9 @@ from kvsp_core.errors import RemoteProtocolError
 from kvsp_core.identity import CompatibilityDescriptor, component_id
 from kvsp_core.index_parts import IndexParts
 from kvsp_core.limits import MAX_MEASURED_LINKS, UNREACHABLE_MS
-from kvsp_core.machines import prefetch, prefetch_load, retrieval
+from kvsp_core.machines import prefetch, prefetch_load, retrieval, shared_leases
 from kvsp_core.machines.prefetch import PrefetchTable
+from kvsp_core.machines.shared_leases import SharedLeases
 from kvsp_core.messages import (
     LeaseGranted,
     LeaseRequest,
@@ -58,7 +60,7 @@ class _LookupFor:
 @attrs.frozen
 class _LeaseFor:
     table: str
-    job: int
+    request: int
     holder: str
     asked_ms: int
 
@@ -137,19 +139,25 @@ class Loads:
         self._stores: dict[int, int] = {}  # ticket -> job
         self._pinned: dict[str, BlockName] = {}
         self._ended: list[prefetch.Ended] = []
-        # Holders that gave no answer, the longest ago first, and until when they are passed over; loads
-        # that are to be told so.
+        self._leases = SharedLeases()
+        # Holders that gave no answer, the longest ago first, and until when they are passed over.
         self._unreachable_until_ms: dict[str, int] = {}
-        self._passed_over: deque[tuple[int, str]] = deque()
+        # What loads are to be told of the leases that they asked for.
+        self._lease_news: deque[prefetch.LoadReport] = deque()
 
     def handle(self, event: prefetch.Event, now_ms: int) -> tuple[prefetch.Effect, ...]:
         """Let something happen to the table; return how it answers a directive that was submitted."""
         answers = self._take(event, now_ms)
-        while self._passed_over:
-            job, holder = self._passed_over.popleft()
-            refused = prefetch_load.LeaseRefused(holder, None)
-            answers += self._take(prefetch.LoadReport(job, refused), now_ms)
+        answers += self._tell_loads(now_ms)
         return tuple(answers)
+
+    def _tell_loads(self, now_ms: int) -> list[prefetch.Effect]:
+        """Tell loads what has become of the leases that they asked for, and give back what nobody needs."""
+        answers: list[prefetch.Effect] = []
+        while self._lease_news:
+            answers += self._take(self._lease_news.popleft(), now_ms)
+        self._lease(self._leases.release_unwanted(self.table.is_wanted), now_ms)
+        return answers
 
     def _take(self, event: prefetch.Event, now_ms: int) -> list[prefetch.Effect]:
         self._forget_unreachable(now_ms)
@@ -264,17 +272,14 @@ class Loads:
     def _for_load(self, job: int, key: str, effect: prefetch_load.Effect, now_ms: int) -> None:
         match effect:
             case prefetch_load.AcquireLease(holder) if holder in self._unreachable_until_ms:
-                self._passed_over.append((job, holder))
+                refused = prefetch_load.LeaseRefused(holder, None)
+                self._lease_news.append(prefetch.LoadReport(job, refused))
             case prefetch_load.AcquireLease(holder, ttl_ms):
-                self._work.call(
-                    holder,
-                    CreateLease(),
-                    LeaseRequest(block_keys=(key,), ttl_ms=ttl_ms),
-                    purpose=_LeaseFor(self.name, job, holder, now_ms),
-                    timeout_ms=self._call_timeout_ms,
-                )
-            case prefetch_load.ReleaseLease(holder, lease):
-                self._notify(holder, ReleaseLease(lease))
+                ahead = self.table.next_from(job, holder, self._leases.room_at(holder))
+                want = shared_leases.Want(load=job, holder=holder, block_key=key, ttl_ms=ttl_ms, ahead=ahead)
+                self._lease(self._leases.handle(want, now_ms), now_ms)
+            case prefetch_load.ReleaseLease(holder):
+                self._lease(self._leases.handle(shared_leases.Done(job, holder), now_ms), now_ms)
             case prefetch_load.Fetch():
                 self._fetch(job, key, effect, now_ms)
             case prefetch_load.CancelFetch(fetch):
@@ -290,6 +295,29 @@ class Loads:
                 self._store(job, key, now_ms)
             case _:
                 pass
+
+    def _lease(self, effects: Iterable[shared_leases.Effect], now_ms: int) -> None:
+        """Do what the leases that loads share want."""
+        for effect in effects:
+            match effect:
+                case shared_leases.Ask(request, holder, block_keys, ttl_ms):
+                    self._work.call(
+                        holder,
+                        CreateLease(),
+                        LeaseRequest(block_keys=block_keys, ttl_ms=ttl_ms),
+                        purpose=_LeaseFor(self.name, request, holder, now_ms),
+                        timeout_ms=self._call_timeout_ms,
+                    )
+                case shared_leases.GiveBack(holder, lease):
+                    self._notify(holder, ReleaseLease(lease))
+                case shared_leases.Granted(job, holder, lease):
+                    granted = prefetch_load.LeaseGranted(holder, lease)
+                    self._lease_news.append(prefetch.LoadReport(job, granted))
+                case shared_leases.Refused(job, holder, status):
+                    refused = prefetch_load.LeaseRefused(holder, status)
+                    self._lease_news.append(prefetch.LoadReport(job, refused))
+                case _:
+                    assert_never(effect)
 
     def _notify(
         self, base_uri: str, operation: ReleaseLease | WithdrawReplica, body: Withdrawal | None = None
@@ -351,11 +379,12 @@ class Loads:
                 if (event := self._looked_up(purpose, item)) is not None:
                     self._stop_looking_up(purpose.directive)
                     self.handle(event, now_ms)
-            case _LeaseFor(job=job, holder=holder):
+            case _LeaseFor(request=request, holder=holder):
                 self._note_reachable(holder, item, now_ms)
                 if isinstance(item, AnswerReceived):
                     self._meter.answered(holder, now_ms - purpose.asked_ms)
-                self._report(job, _lease_outcome(holder, item), now_ms)
+                self._lease(self._leases.handle(_lease_outcome(request, item), now_ms), now_ms)
+                self._tell_loads(now_ms)
             case _FetchFor(holder=holder):
                 self._note_reachable(holder, item, now_ms)
                 self._fetched(purpose, item, now_ms)
@@ -460,15 +489,17 @@ def _is_whole(record: ReplicaRecord) -> bool:
 
 
 def _lease_outcome(
-    holder: str, item: AnswerReceived | BlockReceived | CallFailed
-) -> prefetch_load.LeaseGranted | prefetch_load.LeaseRefused:
+    request: int, item: AnswerReceived | BlockReceived | CallFailed
+) -> shared_leases.Answered | shared_leases.Unanswered:
     if not isinstance(item, AnswerReceived):
-        return prefetch_load.LeaseRefused(holder, None)
+        return shared_leases.Unanswered(request)
     if read_outcome(item.response, item.body) is not None:
-        return prefetch_load.LeaseRefused(holder, item.response.status)
+        return shared_leases.Answered(request=request, status=item.response.status)
     try:
         granted = read_answer(LeaseGranted, item.response, item.body)
     except RemoteProtocolError:
-        return prefetch_load.LeaseRefused(holder, None)
+        return shared_leases.Unanswered(request)
     assert isinstance(granted, LeaseGranted)
-    return prefetch_load.LeaseGranted(holder, granted.lease)
+    return shared_leases.Answered(
+        request=request, status=item.response.status, lease=granted.lease, ttl_ms=granted.ttl_ms
+    )

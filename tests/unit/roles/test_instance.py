@@ -12,6 +12,7 @@ from kvsp_core.index_parts import IndexParts
 from kvsp_core.messages import (
     DirectiveStatus,
     FetchRange,
+    LeaseRequest,
     LookupRequest,
     PrefetchBlock,
     PrefetchDirective,
@@ -445,14 +446,50 @@ def test_a_directive_is_loaded_leased_published_and_can_be_read() -> None:
     assert world.answered(request).response.location == "prefetch/d1"
     ((_, lookup),) = world.calls(Lookup)
     assert decode(LookupRequest, lookup.call.body).holders == (HOLDER,)  # type: ignore[arg-type]
+    world.answer_lookups(*KEYS)
+    ((_, lease),) = world.calls(CreateLease)
+    assert decode(LeaseRequest, lease.call.body).block_keys == tuple(KEYS)  # type: ignore[arg-type]
     world.load(*KEYS)
     assert world.beside.held() == set(KEYS)
-    assert len(world.calls(ReleaseLease)) == 2
+    assert len(world.calls(ReleaseLease)) == 1
     request, _ = world.ask(PC, GetDirective("d1"))
     status = decode(DirectiveStatus, world.answered(request).body)  # type: ignore[arg-type]
     assert (status.state, status.loaded, status.request_ref) == ("complete", tuple(KEYS), "ref")
     unknown, _ = world.ask(PC, GetDirective("other"))
     assert world.status_of(unknown) == 404
+
+
+@pytest.mark.requirement("PF-3", "PF-6")
+def test_a_long_prefix_is_leased_at_once_and_given_back_where_its_directive_ends() -> None:
+    world = World()
+    keys = key_of(tuple(range(4 * 100)))
+    world.ask(PC, PrefetchBlocks(), directive(*keys))
+    world.answer_lookups(*keys)
+    ((_, lease),) = world.calls(CreateLease)
+    assert decode(LeaseRequest, lease.call.body).block_keys == tuple(keys)  # type: ignore[arg-type]
+    world.grant_leases()
+    for _ in range(5):
+        world.serve_blocks()
+    assert 0 < len(world.beside.held()) < 100
+    assert (world.calls(CreateLease), world.calls(ReleaseLease)) == ([], [])
+    world.later(500)  # the directive's deadline
+    assert len(world.calls(ReleaseLease)) == 1
+
+
+@pytest.mark.requirement("PF-3")
+def test_blocks_of_which_one_is_gone_are_leased_one_by_one() -> None:
+    world = World()
+    world.ask(PC, PrefetchBlocks(), directive(*KEYS))
+    world.answer_lookups(*KEYS)
+    ((number, _),) = world.calls(CreateLease)
+    world.answer(number, Problem(NOT_FOUND), status=404)
+    asked = [decode(LeaseRequest, each.call.body).block_keys for _, each in world.calls(CreateLease)]  # type: ignore[arg-type]
+    assert asked == [(key,) for key in KEYS]
+    (first, _), *_ = world.calls(CreateLease)
+    world.answer(first, Problem(NOT_FOUND), status=404)
+    world.grant_leases()
+    world.serve_blocks()
+    assert world.beside.held() == set(KEYS[1:])
 
 
 @pytest.mark.requirement("PF-5")

@@ -101,7 +101,7 @@ def test_what_an_aborted_plan_loads_is_given_up() -> None:
     for number, each in fetches:
         assert CancelCall(number) in world.seen
         assert FreeBuffer(each.call.buffer or 0) in world.seen
-    assert len(world.calls(ReleaseLease)) == 2
+    assert len(world.calls(ReleaseLease)) == 1
     assert world.role._loads.table.pending == 0
     assert world.beside.kept == {}
 
