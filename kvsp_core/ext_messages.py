@@ -10,6 +10,7 @@ from typing import TypeAlias
 import attrs
 
 from kvsp_core.bodies import from_members, parse
+from kvsp_core.limits import MAX_AVOIDED_INSTANCES
 from kvsp_core.records import InstanceStatus, Sampler, Shard
 from kvsp_core.validation import (
     MAX_UINT32,
@@ -24,6 +25,7 @@ from kvsp_core.validation import (
     check_name,
     check_octets,
     check_optional_integer,
+    check_ranges,
     check_share,
     check_text,
     check_token_range,
@@ -79,12 +81,15 @@ class PlacementRequest:
 
     The first of `prefixes` is in the scope of the session, further ones are in shared scopes (decision W24).
     `deterministic` asks for instances whose results are bit-identical, so that a failover repeats them.
+    `avoid` are instances on which the request has failed before: it goes there only where no other can take
+    it.
     """
 
     compat_id: str = attrs.field(repr=False)
     prefixes: tuple[ScopedPrefix, ...]
     token_count: int
     deterministic: bool = False
+    avoid: tuple[str, ...] = attrs.field(default=(), metadata={"omit_empty": True})
 
     def __attrs_post_init__(self) -> None:
         check_hex(self.compat_id, "compat_id")
@@ -93,6 +98,9 @@ class PlacementRequest:
             raise fail("expected each scope once", "prefixes")
         check_integer(self.token_count, "token_count", 1, MAX_UINT32)
         check_boolean(self.deterministic, "deterministic")
+        check_base_uris(self.avoid, "avoid")
+        if len(self.avoid) > MAX_AVOIDED_INSTANCES:
+            raise fail(f"expected at most {MAX_AVOIDED_INSTANCES} instances", "avoid")
 
 
 @attrs.frozen(kw_only=True)
@@ -278,16 +286,21 @@ class AttendRequest:
 
 @attrs.frozen(kw_only=True)
 class AttendAnswer:
-    """Answers with attention over the range alone: `output` like the queries, normalised over the range, and
-    `log_sum_exp` of the scores, fp32 [queries, heads]; base64 in JSON.
+    """Answers with attention over the `ranges` that are held, and over nothing else: `output` like the
+    queries, normalised over them, and `log_sum_exp` of the scores, fp32 [queries, heads]; base64 in JSON.
+
+    Ranges are held in complete blocks. The tokens behind the last one have no block key, and whoever decodes
+    has them.
     """
 
     output: bytes = attrs.field(repr=False)
     log_sum_exp: bytes = attrs.field(repr=False)
+    ranges: tuple[tuple[int, int], ...] = attrs.field(default=(), metadata={"omit_empty": True})
 
     def __attrs_post_init__(self) -> None:
         check_octets(self.output, "output", 4)
         check_octets(self.log_sum_exp, "log_sum_exp", 4)
+        check_ranges(self.ranges, "ranges")
 
 
 # What operators see -----------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ __all__ = [
     "DIRECTIVE_KEPT_MS",
     "FAULT_WITHDRAWAL_MS",
     "LEASE_QUOTA_BYTES",
+    "MAX_AVOIDED_INSTANCES",
     "MAX_BASE_URI_CHARS",
     "MAX_CONCURRENT_LOADS",
     "MAX_CONCURRENT_RESUMES",
@@ -26,6 +27,7 @@ __all__ = [
     "MAX_DIRECTIVE_BLOCKS",
     "MAX_DIRECTIVE_MS",
     "MAX_EARLY_TOKENS",
+    "MAX_ENGINE_FAILURES",
     "MAX_FRONT_END_RETRY_MS",
     "MAX_GENERATIONS",
     "MAX_HOLD_MS",
@@ -316,6 +318,12 @@ MAX_TIER_MOVES: Final = 4
 
 MAX_LEASE_KEYS: Final = 8192
 """Block keys in one lease; more is 413."""
+
+MAX_AVOIDED_INSTANCES: Final = 16
+"""Instances that a request to be placed asks to avoid; more is 400."""
+
+MAX_ENGINE_FAILURES: Final = 3
+"""How often in a row an instance may end a generation with an error before it is given up with 502."""
 
 SHARED_LEASE_KEYS: Final = 256
 """Blocks that an instance has leased at a time for what it loads from a holder; more are several leases."""

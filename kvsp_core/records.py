@@ -250,8 +250,9 @@ class InstanceStatus:
     """What an instance reports of itself (the Instance Status Record).
 
     `requested_state` is a state the instance asks to be in, or None. A state may be newer than this program;
-    it then counts as not active. `compat_ids` (what it can compute, empty where it does not say) and `seq`
-    (the number of the report within the epoch) are ours (decision W32).
+    it then counts as not active. `compat_ids` (what it can compute, empty where it does not say), `seq` (the
+    number of the report within the epoch) and `numerics` are ours (decision W32). `numerics` names what
+    decides the last bits of its results: instances of one name repeat each other's tokens (CP-6).
     """
 
     instance: str
@@ -268,6 +269,7 @@ class InstanceStatus:
     ttl_ms: int
     compat_ids: tuple[str, ...] = attrs.field(default=(), repr=False, metadata={"omit_empty": True})
     seq: int | None = None
+    numerics: str | None = None
 
     def __attrs_post_init__(self) -> None:
         check_base_uri(self.instance, "instance")
@@ -284,6 +286,8 @@ class InstanceStatus:
         check_integer(self.ttl_ms, "ttl_ms", 1)
         check_hexes(self.compat_ids, "compat_ids")
         check_optional_integer(self.seq, "seq")
+        if self.numerics is not None:
+            check_text(self.numerics, "numerics", most=256)
 
 
 # Sessions ---------------------------------------------------------------------------------------------------

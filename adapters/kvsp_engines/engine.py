@@ -35,7 +35,7 @@ from kvsp_core.roles.engine import (
     StartSequence,
     TokensDecoded,
 )
-from kvsp_engines.llama import KVCache, Llama
+from kvsp_engines.llama import KVCache, Llama, numerics_fingerprint
 from kvsp_engines.sampling import check_sampler, draw
 from kvsp_engines.shards import Shards
 
@@ -54,6 +54,14 @@ JobResult: TypeAlias = "Sequence[LayerOctets] | bytes"
 
 class Engine(Protocol):
     """An inference engine behind an instance. Its methods are called from one thread."""
+
+    @property
+    def numerics(self) -> str | None:
+        """What decides the last bits of its results: engines of one name repeat each other's tokens (CP-6).
+
+        None where it makes no such promise.
+        """
+        ...
 
     def execute(self, command: EngineCommand, layers: Sequence[LayerOctets] = ()) -> JobResult:
         """Carry out a command. `layers` are those of the block a job imports.
@@ -99,6 +107,8 @@ class NumpyEngine:
         self._sequences: dict[int, _Sequence] = {}
         self._imports: dict[int, KVCache] = {}
         self._shards: dict[str, Shards] = {}
+        self.numerics: str | None = numerics_fingerprint()
+        """See `Engine.numerics`: the products are of fixed shapes, so that numpy and BLAS decide the rest."""
 
     # Commands
 
@@ -125,7 +135,7 @@ class NumpyEngine:
                 if (shards := self._shards.get(map_id)) and shards.drop(tokens):
                     del self._shards[map_id]
             case Attend(map_id=map_id, layer=layer, ranges=ranges, queries=queries):
-                shards = self._shards.get(map_id)
+                shards = self._shards.get(map_id) or (None if ranges else Shards(self._model))
                 if shards is None:
                     raise LocalProtocolError("the engine holds no shard of that map")
                 return shards.attend(layer, ranges, queries)

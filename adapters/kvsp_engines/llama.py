@@ -50,7 +50,8 @@ ELEMENTS: Final[dict[str, Any]] = {"fp32": np.dtype(np.float32), "bf16": np.dtyp
 
 
 def numerics_fingerprint() -> str:
-    """Name what decides the last bits of a product here: numpy's version, BLAS kernel and threads.
+    """Name what decides the last bits of a result here: numpy's version and the instructions that it computes
+    functions with, BLAS kernel and threads.
 
     Instances of equal fingerprints form the class among which a deterministic session may resume (CP-6).
     """
@@ -61,7 +62,17 @@ def numerics_fingerprint() -> str:
         for pool in threadpool_info()
         if pool["user_api"] == "blas"
     ]
-    return " ".join([f"numpy-{np.__version__}", *sorted(pools)])
+    return " ".join([f"numpy-{np.__version__}", *_function_kernels(), *sorted(pools)])
+
+
+def _function_kernels() -> list[str]:
+    """Return with which instructions numpy computes exponentials, as far as it says (from version 2.1 on)."""
+    try:
+        from numpy.lib.introspect import opt_func_info
+    except ImportError:
+        return []
+    exponential = opt_func_info(func_name="^exp$", signature="float32").get("exp", {})
+    return sorted({str(kernel["current"]) for kernel in exponential.values()})
 
 
 @attrs.frozen

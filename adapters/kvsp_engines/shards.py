@@ -11,7 +11,7 @@ import numpy as np
 from kvsp_core.bodies import encode
 from kvsp_core.errors import LocalProtocolError
 from kvsp_core.ext_messages import AttendAnswer
-from kvsp_engines.llama import KEYS, KVCache, Llama, merge_partials
+from kvsp_engines.llama import KEYS, KVCache, Llama, Partial, merge_partials
 
 __all__ = ["Shards"]
 
@@ -48,22 +48,23 @@ class Shards:
 
     def attend(self, layer: int, ranges: Sequence[tuple[int, int]], queries: bytes) -> bytes:
         """Return attention of later queries [queries, heads, head_dim] over these ranges, as the body of an
-        answer."""
+        answer. Over none of them it has no weight."""
         config = self._model.config
         shape = (-1, config.heads, config.head_dim)
         if not 0 <= layer < config.layers or len(queries) % (4 * config.heads * config.head_dim):
             raise LocalProtocolError(f"queries are those of a layer below {config.layers}, fp32 {shape}")
         asked = np.frombuffer(queries, np.dtype("<f4")).reshape(shape)
         with np.errstate(over="ignore", invalid="ignore"):  # whoever asks with infinities gets what they give
-            found = merge_partials(
-                [
-                    self._model.partial_attention(self._cache(tokens), layer, asked, tokens)
-                    for tokens in ranges
-                ]
-            )
+            parts = [
+                self._model.partial_attention(self._cache(tokens), layer, asked, tokens) for tokens in ranges
+            ]
+            nothing = Partial(np.zeros_like(asked), np.full(asked.shape[:2], -np.inf, np.float32))
+            found = merge_partials(parts) if parts else nothing
         return encode(
             AttendAnswer(
-                output=found.output.astype("<f4").tobytes(), log_sum_exp=found.lse.astype("<f4").tobytes()
+                output=found.output.astype("<f4").tobytes(),
+                log_sum_exp=found.lse.astype("<f4").tobytes(),
+                ranges=tuple(ranges),
             )
         )
 

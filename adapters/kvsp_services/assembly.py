@@ -70,6 +70,8 @@ class Materials:
     epoch: int
     fleet: Fleet | None = None
     """What a controller knows of instances, shared with an index in the same process."""
+    numerics: str | None = None
+    """What the engine of an instance says of its numerics."""
     random_bytes: Callable[[int], bytes] = os.urandom
 
     def known_descriptors(self) -> Descriptors:
@@ -169,6 +171,7 @@ def _make_instance(section: InstanceSection, materials: Materials) -> Instance:
         links=tuple(
             Link(holder=link.holder, mbit_per_s=link.mbit_per_s, rtt_us=link.rtt_us) for link in section.links
         ),
+        numerics=materials.numerics,
         status_ttl_ms=section.status_ttl_ms,
         sleep_after_ms=section.sleep_after_ms,
     )

@@ -58,6 +58,8 @@ class ThreadedEngine:
             engine, deliver_events=self._events, deliver_job=self._job, broken=self._broken
         )
         self._thread.start()
+        self.numerics = engine.numerics
+        """What decides the last bits of its results, or None where it does not say."""
 
     def submit(self, command: EngineCommand, layers: Sequence[LayerOctets] = ()) -> None:
         """Queue a command."""

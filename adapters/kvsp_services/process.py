@@ -144,6 +144,7 @@ class RunningRole:
             store = DurableStore(path, process.storage_key, self.section.base_uri)
             stored = store.load()
             self._committer = GroupCommitter(store)
+        self._start_engine()
         materials = Materials(
             config=process.config,
             policy=process.policy,
@@ -155,9 +156,9 @@ class RunningRole:
             epoch=self._next_epoch(),
             # A controller that is rebuilt begins anew; what the index then knows of instances runs out.
             fleet=process.fleet if not self._rebuilt else None,
+            numerics=None if self._engine is None else self._engine.numerics,
         )
         self.role = make_role(self.section, materials)
-        self._start_engine()
         traces = None if process.exporting is None else process.exporting.of_role(self.name)
         make = Driver if traces is None else partial(TracedDriver, traces=traces)
         driver = make(

@@ -119,6 +119,8 @@ class SessionRecord:
     output_digest: str = attrs.field(default="", repr=False)
     reason: str = ""
     """Why it failed, for the client."""
+    results: str | None = None
+    """The class within which its results are repeated bit by bit, as far as is known of its owner (CP-6)."""
 
 
 @attrs.frozen(kw_only=True)
@@ -141,9 +143,10 @@ DEFAULT_TIMES: Final = SessionTimes()
 
 @attrs.frozen
 class Open:
-    """A request was placed: the session begins in epoch 1."""
+    """A request was placed: the session begins in epoch 1. `results` is the class of the owner's results."""
 
     owner: Owner
+    results: str | None = None
 
 
 @attrs.frozen
@@ -163,9 +166,10 @@ class OwnerLost:
 
 @attrs.frozen
 class TargetChosen:
-    """This instance is to go on with the session."""
+    """This instance is to go on with the session. `results` is the class of its results."""
 
     owner: Owner
+    results: str | None = None
 
 
 @attrs.frozen
@@ -436,15 +440,17 @@ class SessionLedger:
         if TABLE.check(self.kind, event):
             return (Refused(_NO_SESSION),)
         match event:
-            case Open(owner):
-                record = attrs.evolve(self._record, kind=SessionKind.PLACED, epoch=1, owner=owner)
+            case Open(owner, results):
+                record = attrs.evolve(
+                    self._record, kind=SessionKind.PLACED, epoch=1, owner=owner, results=results
+                )
                 return self._enter(record, now_ms)
             case CheckpointReceived():
                 return self._take(event, now_ms)
             case OwnerLost(owner):
                 return self._orphan(now_ms) if owner == self._record.owner and not self.is_over else ()
-            case TargetChosen(owner):
-                return self._ask(owner, now_ms)
+            case TargetChosen(owner, results):
+                return self._ask(owner, results, now_ms)
             case ResumeFailed(epoch):
                 current = self.kind is SessionKind.RESUMING and epoch == self._record.epoch
                 return self._orphan(now_ms) if current else ()
@@ -549,11 +555,11 @@ class SessionLedger:
         record = attrs.evolve(record, kind=SessionKind.ORPHANED, epoch=epoch, owner=None, tried=tried)
         return (*self._enter(record, now_ms), NeedTarget(epoch))
 
-    def _ask(self, owner: Owner, now_ms: int) -> tuple[Effect, ...]:
+    def _ask(self, owner: Owner, results: str | None, now_ms: int) -> tuple[Effect, ...]:
         """Ask an instance to resume; where nothing was released yet the front end brings the prompt again."""
         kind = SessionKind.PLACED if self._prompt is None else SessionKind.RESUMING
         attempts = self._record.attempts + 1
-        record = attrs.evolve(self._record, kind=kind, owner=owner, attempts=attempts)
+        record = attrs.evolve(self._record, kind=kind, owner=owner, attempts=attempts, results=results)
         entered = self._enter(record, now_ms)
         return entered if kind is SessionKind.PLACED else (*entered, SendResume(owner.instance, record.epoch))
 

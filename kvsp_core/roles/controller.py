@@ -42,7 +42,7 @@ from kvsp_core.messages import (
     StateChange,
     StatusAnswer,
 )
-from kvsp_core.problems import BAD_REQUEST, INVALID_STATE, NOT_FOUND, UNAVAILABLE, Problem
+from kvsp_core.problems import BAD_REQUEST, CONFLICT, INVALID_STATE, NOT_FOUND, UNAVAILABLE, Problem
 from kvsp_core.records import InstanceStatus, SessionCheckpoint, Shard, ShardMap
 from kvsp_core.resources import (
     ChangeInstanceState,
@@ -147,6 +147,11 @@ _NO_INSTANCE: Final = Problem(UNAVAILABLE, "no instance can take the request now
 _BUSY: Final = Problem(UNAVAILABLE, "the controller has more to place than it can; try again")
 _FULL: Final = Problem(UNAVAILABLE, "the controller keeps as many sessions as it can; try again later")
 _NO_SESSION: Final = Problem(NOT_FOUND, "no such session; it has ended or was never opened")
+_NO_CLASS: Final = Problem(
+    CONFLICT,
+    "deterministic: no instance says whose results it repeats; ask without it, or name classes of instances "
+    "in the controller's configuration",
+)
 _UNKNOWN_INSTANCE: Final = Problem(NOT_FOUND, "no such instance reports here")
 _NO_SUCH_STATE: Final = Problem(INVALID_STATE, "state: an instance can be asked to be active or draining")
 _RETRY_AFTER_S: Final = 1
@@ -474,6 +479,7 @@ class Controller:
             prefixes=request.prefixes,
             token_count=request.token_count,
             deterministic=request.deterministic,
+            avoid=frozenset(request.avoid),
         )
         self._place(purpose, subject, now_ms)
 
@@ -500,6 +506,9 @@ class Controller:
             return
         if self._sessions.is_full:
             self._work.emit(refuse(purpose.request_id, _FULL, retry_after_s=_RETRY_AFTER_S))
+            return
+        if chosen is None and self._placements.lacks_class(found.subject):
+            self._work.emit(refuse(purpose.request_id, _NO_CLASS))
             return
         if chosen is None:
             # PL-3: a deployment that watches for this starts an instance, which gets the request, and a
@@ -530,7 +539,8 @@ class Controller:
             scope_id=subject.prefixes[0].scope_id,
             deterministic=subject.deterministic,
         )
-        self._follow(session, self._sessions.apply(ledger, sessions.Open(owner), now_ms))
+        opened = sessions.Open(owner, self._placements.class_of(owner.instance))
+        self._follow(session, self._sessions.apply(ledger, opened, now_ms))
         self._placed_at_ms[session] = now_ms
         return ledger
 
@@ -611,7 +621,7 @@ class Controller:
             scope_id=checkpoint.scope_id,
             deterministic=checkpoint.sampler.deterministic,
         )
-        opened = sessions.Open(Owner(client, incarnation))
+        opened = sessions.Open(Owner(client, incarnation), self._placements.class_of(client))
         self._follow(checkpoint.session, self._sessions.apply(ledger, opened, now_ms))
         return ledger
 
@@ -686,7 +696,7 @@ class Controller:
             prefixes=(ScopedPrefix(scope_id=record.scope_id, block_keys=ledger.prompt_blocks),),
             tail_tokens=ledger.tokens_to_place,
             deterministic=record.deterministic,
-            alike=lost if record.deterministic else None,
+            alike=(record.results or lost) if record.deterministic else None,
             avoid=frozenset(record.tried),
         )
         self._place(_ForSession(record.session, record.epoch), subject, now_ms)
@@ -703,7 +713,7 @@ class Controller:
         instance = placement.chosen.instance
         incarnation = self._fleet.epoch_of(instance)
         assert incarnation is not None
-        event = sessions.TargetChosen(Owner(instance, incarnation))
+        event = sessions.TargetChosen(Owner(instance, incarnation), self._placements.class_of(instance))
         self._follow(session, self._sessions.apply(ledger, event, now_ms))
 
     def _send_resume(self, session: str, instance: str, epoch: int) -> None:

@@ -65,13 +65,16 @@ class PlacementSettings:
     max_lookup_keys: int = MAX_LOOKUP_KEYS
 
 
+_NO_CLASS: Final = "no other instance is known to give the same results"
+
+
 @attrs.frozen(kw_only=True)
 class Subject:
     """What is to be placed.
 
     `prefixes` are the block keys of the prompt in each scope, the scope of the session first. A request says
     how many tokens it has; of a session that moves the `tail_tokens` are known, those that follow the blocks
-    of its prompt. `alike` is an instance whose class the chosen one must have; `avoid` are instances to be
+    of its prompt. `alike` is the class of results that the chosen one must have; `avoid` are instances to be
     taken last.
     """
 
@@ -316,7 +319,7 @@ class Placements:
         if all(name in refused or name in subject.avoid for name in names):
             avoided: Mapping[str, str] = _NO_NAMES  # nobody else is left: better one that has failed before
         else:
-            avoided = dict.fromkeys(subject.avoid, "it has failed this session before")
+            avoided = dict.fromkeys(subject.avoid, "it has failed this before")
         return place(
             prompt,
             statuses,
@@ -328,21 +331,35 @@ class Placements:
             misses=misses,
         )
 
+    def class_of(self, instance: str) -> str | None:
+        """Return the class of an instance's results: as configured, else what its engine says of its
+        numerics; None where neither is known."""
+        status = self._fleet.status_of(instance)
+        reported = status.numerics if status is not None else None
+        return self._settings.classes.get(instance, reported)
+
+    def lacks_class(self, subject: Subject) -> bool:
+        """Return whether a deterministic request waits for what cannot come: instances that could take it are
+        here, none says whose results it repeats, and none is configured to."""
+        if not subject.deterministic or self._settings.classes:
+            return False
+        statuses = (self._fleet.status_of(instance) for instance in self._fleet.instances())
+        return any(status is not None and self._refusal(status, subject) == _NO_CLASS for status in statuses)
+
     def _refusal(self, status: InstanceStatus, subject: Subject) -> str:
         """Return why an instance may not take this, or an empty string."""
-        classes = self._settings.classes
         if not self._fleet.is_assignable(status.instance):
             return f"it is {status.state}, or asked to drain"
         if status.compat_ids and subject.compat_id not in status.compat_ids:
             return "it does not compute with this model"
         if not self._may_serve(status.instance, subject.prefixes[0].scope_id):
             return "it has no part in the scope of the session"
+        results = self.class_of(status.instance)
         if subject.alike is not None:
-            alike = classes.get(subject.alike, subject.alike)
-            if classes.get(status.instance, status.instance) != alike:
+            if (results or status.instance) != subject.alike:
                 return "its results are not those of the instance that was lost"
-        elif subject.deterministic and status.instance not in classes:
-            return "no other instance is known to give the same results"
+        elif subject.deterministic and results is None:
+            return _NO_CLASS
         return ""
 
     def served(self, instance: str, sample_us: int) -> None:

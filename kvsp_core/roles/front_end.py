@@ -34,6 +34,7 @@ from kvsp_core.ext_messages import (
 from kvsp_core.heads import Response
 from kvsp_core.identity import CompatibilityDescriptor, Scope
 from kvsp_core.limits import (
+    MAX_ENGINE_FAILURES,
     MAX_FRONT_END_RETRY_MS,
     MAX_GENERATIONS,
     MAX_PLACEMENT_MS,
@@ -163,6 +164,12 @@ class _Generation:
     call: int | None = None
     failures: int = 0
     """Calls in a row that led nowhere."""
+    engine_failures: int = 0
+    """Times in a row that an engine ended it with an error."""
+    failed_at: tuple[str, int] | None = None
+    """The instance and epoch in which the last of those was."""
+    avoid: tuple[str, ...] = ()
+    """Instances whose engine has failed on it before there was a token."""
     cached_tokens: int | None = 0
     """What the placement found in caches; None once the program was told."""
     session: str = ""
@@ -283,6 +290,7 @@ class FrontEnd:
             prefixes=tuple(self._prefix(asked.prompt[:count], scope_id) for scope_id, count in parts),
             token_count=len(asked.prompt),
             deterministic=asked.sampler.deterministic,
+            avoid=generation.avoid,
         )
         generation.stage = _Stage.PLACING
         self._call(number, generation, self._controller, PlaceRequest(), request)
@@ -336,18 +344,36 @@ class FrontEnd:
                 case OutputToken() as said:
                     event = out.TokenArrived(said.index, said.epoch, said.token)
                 case OutputEnd(end="error") as said:
-                    event = out.StreamCut()
+                    self._engine_failed(number, generation, said, now_ms)
+                    return
                 case OutputEnd() as said:
                     event = out.EndArrived(said.end, said.index, said.epoch)
         except RemoteProtocolError:
             event = out.StreamCut()
         self._take(number, generation, event, now_ms)
 
+    def _engine_failed(self, number: int, generation: _Generation, said: OutputEnd, now_ms: int) -> None:
+        """The engine cannot go on. Before the first token another instance may do better; after it only one
+        that the controller moves the session to. Neither is tried for long: what fails everywhere is of the
+        request."""
+        generation.engine_failures += 1
+        generation.failed_at = (generation.instance, generation.epoch)
+        if generation.engine_failures >= MAX_ENGINE_FAILURES:
+            detail = said.detail or "the engine failed on it"
+            self._fail(number, generation, 502, f"{generation.engine_failures} attempts failed: {detail}")
+        elif generation.output.next_index:
+            self._cut(number, generation, now_ms)
+        else:
+            self._work.cancel(generation.call or 0)
+            generation.avoid = tuple(dict.fromkeys((*generation.avoid, generation.instance)))
+            self._place_again(number, generation, now_ms)
+
     def _take(self, number: int, generation: _Generation, event: out.Event, now_ms: int) -> None:
         for effect in generation.output.handle(event, now_ms):
             match effect:
                 case out.Deliver(index, token):
                     generation.since_ms, generation.failures = now_ms, 0
+                    generation.engine_failures, generation.failed_at = 0, None
                     generation.prompt_wanted = False
                     self._own.append(TokenReady(number, index, token))
                 case out.Finished(reason):
@@ -379,6 +405,12 @@ class FrontEnd:
             self._fail(number, generation, 502, "the session was ended by somebody else")
         elif info.instance is None:
             self._retry(number, generation, now_ms)
+        elif (info.instance, info.epoch) == generation.failed_at:
+            generation.engine_failures += 1
+            if generation.engine_failures >= MAX_ENGINE_FAILURES:
+                self._fail(number, generation, 502, "the engine failed, and the session stays with it")
+            else:
+                self._led_nowhere(number, generation, now_ms)
         else:
             if (info.instance, info.epoch) != (generation.instance, generation.epoch):
                 generation.instance, generation.epoch = info.instance, info.epoch
@@ -481,7 +513,9 @@ class FrontEnd:
     ) -> None:
         """The controller has refused to place or to tell: try again where that may help."""
         if problem.status // 100 != 5:
-            self._fail(number, generation, 502, f"the controller refused: {problem.type.title}")
+            self._fail(
+                number, generation, 502, f"the controller refused: {problem.detail or problem.type.title}"
+            )
             return
         self._led_nowhere(number, generation, now_ms)
         if retry_after_s is not None and number in self._waiting:

@@ -93,6 +93,8 @@ class InstanceSettings:
     """Where its rates and links start from; it measures them (0 is not known)."""
     decode_tokens_per_s: int = 0
     links: tuple[Link, ...] = ()
+    numerics: str | None = None
+    """What the engine says decides the last bits of its results (CP-6); None where it does not say."""
     status_ttl_ms: int = 3_000
     report_to_index: bool = False
     sleep_after_ms: int | None = None
@@ -513,6 +515,7 @@ class Instance:
             ttl_ms=settings.status_ttl_ms,
             compat_ids=tuple(sorted(self._models)),
             seq=effect.seq,
+            numerics=settings.numerics,
         )
         operation = ReportStatus(component_id(self.base_uri))
         self._work.call(

@@ -23,7 +23,7 @@ from kvsp_core.limits import MAX_INSTANCE_SHARD_MAPS, MAX_REMEMBERED_SHARD_MAPS
 from kvsp_core.machines import prefetch
 from kvsp_core.machines import reshard_member as member
 from kvsp_core.machines.prefetch_directive import DirectiveState
-from kvsp_core.machines.reshard_plan import MemberPlan, Plan, Range, Transfer
+from kvsp_core.machines.reshard_plan import MemberPlan, Plan, Range, Transfer, joined
 from kvsp_core.messages import ReshardAbort, ReshardCommit, ReshardMessage, ReshardPlan
 from kvsp_core.problems import BAD_REQUEST, INCOMPATIBLE, NOT_FOUND, SCOPE_DENIED, UNAVAILABLE, Problem
 from kvsp_core.roles import engine
@@ -202,7 +202,10 @@ class Shards:
         return shard.scope_id or None if shard is not None else None
 
     def attend(self, request_id: int, map_id: str, body: AttendRequest) -> None:
-        """Serve POST ext/shards/{map}/attend: partial attention over what is held here in that version."""
+        """Serve POST ext/shards/{map}/attend: partial attention over what is held here in that version.
+
+        That is its complete blocks: an open end has no key that it could be loaded by.
+        """
         shard = self._shards.get(map_id)
         if shard is None or isinstance(shard.state, member.Outside):
             self._work.emit(refuse(request_id, Problem(NOT_FOUND, "no range of this map is held here")))
@@ -214,7 +217,8 @@ class Shards:
             self._work.emit(refuse(request_id, problem))
             return
         job = self._work.job(_AttendFor(request_id))
-        self._work.emit(engine.Attend(job, map_id, body.layer, shard.state.ranges, body.queries))
+        held = joined(self._tokens(shard, block) for block in shard.wanted)
+        self._work.emit(engine.Attend(job, map_id, body.layer, held, body.queries))
 
     def _unfit(self, shard: _Shard, body: AttendRequest) -> Problem | None:
         """Return what of a question does not fit the model, as far as its descriptor tells."""

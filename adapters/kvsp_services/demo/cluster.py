@@ -216,8 +216,7 @@ class Cluster:
             case "holder":
                 lines += [index, host_tier]
             case "controller":
-                lines += [index, "[controller.classes]"]
-                lines += [f'"{self.uris[each]}" = "this machine"' for each in INSTANCES]
+                lines += [index]
             case "instance":
                 lines += [index, model, f'controller = "{self.uris["controller"]}"']
                 lines += [f'copies_to = "{self.uris["cache"]}"', f"status_ttl_ms = {self._status_ttl_ms}"]

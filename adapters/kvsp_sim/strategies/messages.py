@@ -146,6 +146,7 @@ statuses = st.builds(
     ttl_ms=durations_ms,
     compat_ids=tuples(hex32, 2),
     seq=st.none() | counts,
+    numerics=st.none() | texts,
 )
 samplers = st.builds(
     r.Sampler,

@@ -78,6 +78,26 @@ def test_logits_merged_from_two_holders_are_those_of_the_whole(
     assert np.abs(missing - whole).max() > 1e-3
 
 
+def test_a_range_without_a_complete_block_has_no_weight(holders: list[NumpyEngine]) -> None:
+    first, _ = holders
+    query = RemoteQuery(0, np.ones((1, first._model.config.heads, first._model.config.head_dim), np.float32))
+    octets = first.execute(
+        Attend(1, "a map of which only the open end is here", 0, (), query.queries.tobytes())
+    )
+    assert isinstance(octets, bytes)
+    answer = decode(AttendAnswer, octets)
+    assert answer.ranges == ()
+    nothing = Partial(
+        np.frombuffer(answer.output, "<f4").reshape(query.queries.shape),
+        np.frombuffer(answer.log_sum_exp, "<f4").reshape(query.queries.shape[:2]),
+    )
+    some = attend(first, query, ((0, 80),))
+    np.testing.assert_array_equal(merge_partials([some, nothing]).output, some.output)
+    octets = first.execute(Attend(1, MAP, 0, ((0, 32), (48, 80)), query.queries.tobytes()))
+    assert isinstance(octets, bytes)
+    assert decode(AttendAnswer, octets).ranges == ((0, 32), (48, 80))
+
+
 def test_a_range_that_was_dropped_is_not_computed_with(holders: list[NumpyEngine]) -> None:
     first, second = holders
     shape = (1, first._model.config.heads, first._model.config.head_dim)

@@ -1134,3 +1134,48 @@ def test_descriptors_that_were_learnt_are_kept_up_to_a_limit(
         talk.give(AnswerReceived(call.call_id, head, model.canonical_json))
     known = talk.controller._placements._descriptors
     assert list(known) == [COMPAT, models[1].compat_id, models[2].compat_id]
+
+
+@pytest.mark.requirement("CP-6")
+@pytest.mark.parametrize("restarted", [False, True])
+def test_instances_of_equal_numerics_are_a_class(talk: Talk, restarted: bool) -> None:
+    for instance, numerics in ((A, "numpy 2, one thread"), (B, "numpy 1"), (C, "numpy 2, one thread")):
+        talk.report(instance, numerics=numerics, queued=0 if instance == A else 5, ttl_ms=5_000)
+    placed = talk.place(deterministic=True)
+    assert placed.instance == A
+    talk.write(placed, 5, sampler=attrs.evolve(SAMPLER, deterministic=True, step=1))
+    if restarted:
+        talk.restart()  # what A said of itself is known no more
+    for instance, numerics in ((B, "numpy 1"), (C, "numpy 2, one thread")):
+        talk.report(instance, numerics=numerics, queued=5 if instance == C else 0)
+    talk.report(A, epoch=2, numerics="numpy 1")
+    assert talk.info(placed).instance == C
+
+
+@pytest.mark.requirement("CP-6")
+def test_a_deterministic_request_that_nobody_can_ever_serve_is_refused_at_once(talk: Talk) -> None:
+    talk.report(A)
+    problem = problem_of(*talk.ask(FE, PlaceRequest(), placement(deterministic=True)))
+    assert problem.status == 409
+    assert "no instance says whose results it repeats" in problem.detail
+    assert talk.place().instance == A
+    talk.report(B, numerics="numpy 2")
+    assert talk.place(deterministic=True).instance == B
+
+
+@pytest.mark.requirement("CP-6")
+def test_a_deterministic_request_waits_where_an_instance_that_can_serve_it_may_come() -> None:
+    configured = Talk(placement={"classes": {C: "gpu-x"}})
+    configured.report(A)
+    for talk in (configured, Talk()):  # in the other one nobody is there yet
+        number = talk.send(FE, PlaceRequest(), placement(deterministic=True))
+        assert number not in talk.answers
+        talk.report(C, numerics="numpy 2")
+        assert talk.answers[number][0].status == 201
+
+
+def test_a_request_goes_to_an_instance_that_it_avoids_only_where_no_other_is_left(talk: Talk) -> None:
+    talk.report(A)
+    assert talk.place(avoid=(A,)).instance == A
+    talk.report(B, queued=5)
+    assert talk.place(avoid=(A,)).instance == B

@@ -25,6 +25,7 @@ from kvsp_core.heads import Request, Response
 from kvsp_core.identity import CompatibilityDescriptor, Scope
 from kvsp_core.problems import (
     BAD_REQUEST,
+    CONFLICT,
     FORBIDDEN,
     INVALID_STATE,
     NOT_FOUND,
@@ -284,8 +285,8 @@ def test_a_token_that_contradicts_what_was_given_out_ends_it_with_an_error() -> 
     assert client.says() == f"DELETE {PC}ext/sessions/{SESSION}"
 
 
-def test_an_unreadable_line_and_an_error_end_the_stream_like_a_cut() -> None:
-    for line in (b"{}", b"[", encode(OutputEnd(end="error", index=0, epoch=1, detail="x"))):
+def test_an_unreadable_line_ends_the_stream_like_a_cut() -> None:
+    for line in (b"{}", b"["):
         client = streaming()
         stream = client.call.call_id
         assert client.put(LineReceived(stream, line)) == []
@@ -334,15 +335,56 @@ def test_an_instance_that_takes_every_stream_and_cuts_it_is_not_asked_in_a_hot_l
     assert client.now_ms > 1000 + 1600
 
 
-def test_an_instance_that_streams_errors_is_not_asked_in_a_hot_loop() -> None:
+def fails(client: Client, detail: str | None = None) -> list[object]:
+    """The engine fails on the request."""
+    return client.line(OutputEnd(end="error", index=0, epoch=1, detail=detail))
+
+
+def test_a_request_on_which_an_engine_fails_is_placed_elsewhere_a_few_times() -> None:
     client = streaming()
-    for _ in range(6):
-        client.end(0, epoch=9, reason="error")
-        if client.front_end.next_deadline_ms() is not None:
-            client.wait()
-        client.answer(info())
+    for instance, avoided in ((TWO, (ONE,)), ("https://ii3.example/kvsp/", (ONE, TWO))):
+        stream = client.call.call_id
+        assert fails(client) == []
+        assert stream in client.cancelled
+        assert client.says() == f"DELETE {PC}ext/sessions/{SESSION}"
+        client.wait()
+        assert client.says() == f"POST {PC}ext/placements"
+        assert isinstance(client.call.body, bytes)
+        assert decode(PlacementRequest, client.call.body).avoid == avoided
+        client.answer(placed(instance), 201)
+        assert client.output_request().prompt == PROMPT
         client.started()
-    assert client.now_ms > 1000 + 1600
+    (failed,) = fails(client, "the prompt is too long")
+    assert failed == GenerationFailed(1, 502, "3 attempts failed: the prompt is too long")
+    assert client.now_ms < 2_000
+
+
+def test_an_engine_that_fails_between_two_tokens_ends_the_output_unless_the_session_moves() -> None:
+    client = streaming()
+    client.tokens(7)
+    assert fails(client) == []
+    assert client.says() == f"GET {PC}ext/sessions/{SESSION}"
+    assert client.answer(info(epoch=1, instance=ONE)) == []
+    client.wait()
+    assert client.says() == f"GET {PC}ext/sessions/{SESSION}"
+    assert client.answer(info(epoch=2, instance=TWO)) == []
+    assert client.output_request().from_index == 1
+    client.started()
+    assert client.tokens(8, first=1, epoch=2) == [TokenReady(1, 1, 8)]
+    fails(client)
+    assert client.answer(info(epoch=2, instance=TWO)) == []
+    client.wait()
+    (failed,) = client.answer(info(epoch=2, instance=TWO))
+    assert failed == GenerationFailed(1, 502, "the engine failed, and the session stays with it")
+
+
+def test_what_the_controller_says_of_a_request_reaches_the_client() -> None:
+    client = Client()
+    client.generate()
+    (failed,) = client.put(
+        AnswerReceived(client.call.call_id, *problem_response(Problem(CONFLICT, "no class of instances")))
+    )
+    assert failed == GenerationFailed(1, 502, "the controller refused: no class of instances")
 
 
 def test_the_prompt_goes_with_a_session_that_may_not_have_begun() -> None:

@@ -400,6 +400,20 @@ def test_a_shard_attends_once_it_is_in_the_engine() -> None:
     assert world.status_of(nothing) in (403, 404)
 
 
+def test_a_shard_attends_over_its_complete_blocks_where_its_end_is_open() -> None:
+    world = World()
+    open_end = plan(4, 5, fetch=(FetchRange(tokens=(0, 8), from_=HOLDER),), assign=((8, 11),))
+    world.ask(PC, ReshardGroup(), open_end)
+    world.load(*KEYS)
+    world.ask(PC, ReshardGroup(), ReshardCommit(map="m", commit=5))
+    world.run_jobs()
+    for each in world.of(engine.LoadShard):
+        world.do(JobDone(each.job_id))
+    world.ask(ME, Attend("m"), AttendRequest(version=5, layer=0, queries=b"\0" * 32))
+    (command,) = world.of(engine.Attend)
+    assert command.ranges == ((0, 8),)
+
+
 def test_a_shard_that_the_engine_does_not_take_or_the_tier_does_not_give_is_not_used() -> None:
     world = World()
     world.ask(PC, ReshardGroup(), plan(4, 5, fetch=(FetchRange(tokens=(0, 8), from_=HOLDER),)))
