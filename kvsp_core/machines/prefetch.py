@@ -370,7 +370,7 @@ class PrefetchTable:
     def _comes_from(self, key: str, directive: str, holder: str) -> bool:
         """Return whether a block is still to be had for this directive, and from there first."""
         wanted = self._wanted.get(key)
-        records = wanted.claims.get(directive) if wanted is not None else None
+        records = wanted.claims.get(directive, ()) if wanted is not None else ()
         return bool(records) and records[0].holder == holder
 
     def is_pinned(self, block_key: str) -> bool:
