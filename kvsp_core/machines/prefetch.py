@@ -16,7 +16,6 @@ Few blocks load at a time, the earliest deadline first, so that loading does not
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias, assert_never
 
@@ -24,9 +23,9 @@ import attrs
 
 from kvsp_core import limits
 from kvsp_core.machines import prefetch_load as load
+from kvsp_core.machines import prefetch_queue
 from kvsp_core.machines.prefetch_directive import Directive, DirectiveState
-from kvsp_core.machines.prefetch_load import BlockLoad
-from kvsp_core.machines.retrieval import Retrieval
+from kvsp_core.machines.prefetch_queue import LoadQueue
 from kvsp_core.machines.table import Table, to
 from kvsp_core.messages import DirectiveStatus, PrefetchDirective
 from kvsp_core.problems import CONFLICT, TOO_LARGE, UNAVAILABLE, Problem
@@ -268,15 +267,6 @@ class PrefetchLimits:
     kept_blocks: int = limits.MAX_KEPT_BLOCKS
 
 
-@attrs.define(kw_only=True, repr=False)
-class _Wanted:
-    """A block that waits for its turn, is being loaded, or is being stored."""
-
-    claims: dict[str, tuple[ReplicaRecord, ...]] = attrs.field(factory=dict)
-    """Directive -> the records at its sources. Those of the first are being tried."""
-    job: int | None = None
-
-
 _Emit: TypeAlias = Callable[[Effect], None]
 
 
@@ -287,11 +277,8 @@ class Frozen:
     limits: PrefetchLimits
     codecs: tuple[int, ...]
     directives: tuple[tuple[Any, ...], ...]
-    wanted: tuple[tuple[Any, ...], ...]
-    jobs: tuple[tuple[int, str, load.Frozen], ...]
+    queue: prefetch_queue.Frozen
     ended: tuple[str, ...]
-    ready: tuple[tuple[int, int, int, str], ...]
-    next_job: int
     next_order: int
 
 
@@ -309,14 +296,9 @@ class PrefetchTable:
         """How many directives are being worked on."""
         self._ended: dict[str, None] = {}
         self._kept_blocks = 0
-        self._wanted: dict[str, _Wanted] = {}
-        self._jobs: dict[int, tuple[str, BlockLoad]] = {}
-        self.loads = 0
-        """How many blocks are being loaded or stored."""
-        self._ready: list[tuple[int, int, int, str]] = []
+        self._queue = LoadQueue(self.limits.concurrent_loads, self._codecs)
         self._pins: dict[str, int] = {}
         self._deadlines: list[tuple[int, int, str]] = []
-        self._next_job = 0
         self._next_order = 0
         self._now_ms = 0
 
@@ -348,30 +330,19 @@ class PrefetchTable:
         names = self._by_key.get(block_key)
         return None if names is None else self._directives[next(iter(names))].message
 
+    @property
+    def loads(self) -> int:
+        """How many blocks are being loaded or stored."""
+        return self._queue.running
+
     def is_wanted(self, block_key: str) -> bool:
         """Return whether a block waits for its turn, or is being loaded or stored."""
-        return block_key in self._wanted
+        return block_key in self._queue
 
     def next_from(self, job: int, holder: str, most: int) -> tuple[str, ...]:
         """Return at most so many blocks that are to be loaded after that of a job for the same directive, and
-        from the same holder."""
-        if job not in self._jobs or most < 1:
-            return ()
-        key = self._jobs[job][0]
-        name = next(iter(self._wanted[key].claims))
-        directive = self._directives[name]
-        later = itertools.islice(directive.blocks, directive.places[key] + 1, None)
-        return tuple(
-            itertools.islice(
-                (b.block_key for b in later if self._comes_from(b.block_key, name, holder)), most
-            )
-        )
-
-    def _comes_from(self, key: str, directive: str, holder: str) -> bool:
-        """Return whether a block is still to be had for this directive, and from there first."""
-        wanted = self._wanted.get(key)
-        records = wanted.claims.get(directive, ()) if wanted is not None else ()
-        return bool(records) and records[0].holder == holder
+        from the same holder first."""
+        return self._queue.next_from(job, holder, most)
 
     def is_pinned(self, block_key: str) -> bool:
         """Return whether a block is kept from eviction for a request that is to come."""
@@ -405,7 +376,7 @@ class PrefetchTable:
             case LookupFailed(name):
                 self._lookup_failed(name, emit)
             case LoadReport(number, of_load):
-                if number in self._jobs:
+                if self._queue.has_job(number):
                     self._advance(number, of_load, emit)
                 elif isinstance(of_load, load.LeaseGranted):
                     emit(LoadRequest(number, "", load.ReleaseLease(of_load.holder, of_load.lease)))
@@ -518,8 +489,10 @@ class PrefetchTable:
         if directive.stop_looking():
             emit(CancelLookup(directive.name))
         for block in directive.blocks:
-            if block.block_key in directive.waiting:
-                self._unclaim(directive.name, block.block_key, emit)
+            if block.block_key not in directive.waiting:
+                continue
+            if (job := self._queue.give_up(directive.name, block.block_key)) is not None:
+                self._advance(job, load.Cancel(), emit)
         directive.waiting.clear()
         kept_pinned_ms = min(directive.message.lease_ms, self.limits.directive_ms)
         directive.pins_until_ms = self._now_ms + kept_pinned_ms
@@ -562,10 +535,7 @@ class PrefetchTable:
         if directive is None or not directive.asked:
             return
         for key, replicas in directive.looked_up(records):
-            wanted = self._wanted.setdefault(key, _Wanted())
-            wanted.claims[name] = replicas
-            if wanted.job is None:
-                self._enqueue(directive, key)
+            self._queue.claim(directive, key, replicas)
         self._look_up(directive, emit)
         self._settle(directive, emit)
 
@@ -574,79 +544,27 @@ class PrefetchTable:
         if directive is not None and directive.stop_looking():
             self._settle(directive, emit)
 
-    def _enqueue(self, directive: Directive, key: str) -> None:
-        heapq.heappush(self._ready, (directive.deadline_ms, directive.order, directive.places[key], key))
-
-    def _unclaim(self, name: str, key: str, emit: _Emit) -> None:
-        """A directive does not wait for a block any more; stop loading what nobody waits for."""
-        wanted = self._wanted.get(key)
-        if wanted is None or wanted.claims.pop(name, None) is None or wanted.claims:
-            return
-        if wanted.job is None:
-            del self._wanted[key]
-        else:
-            self._advance(wanted.job, load.Cancel(), emit)
-
     # A block is loaded
 
     def _start_loads(self, emit: _Emit) -> None:
-        """Start what may load now, earliest deadline first (PF-2)."""
-        while self._ready and self.loads < self.limits.concurrent_loads:
-            key = heapq.heappop(self._ready)[-1]
-            wanted = self._wanted.get(key)
-            if wanted is not None and wanted.job is None:
-                self._start_load(key, wanted, emit)
+        """Start what may load now (PF-2)."""
+        while (job := self._queue.next_job()) is not None:
+            self._advance(job, load.Start(), emit)
 
-    def _start_load(self, key: str, wanted: _Wanted, emit: _Emit) -> None:
-        name, records = next(iter(wanted.claims.items()))
-        directive = self._directives[name]
-        fetching = Retrieval(
-            records,
-            block_key=key,
-            compat_id=directive.message.compat_id,
-            scope_id=directive.message.scope_id,
-            layers=directive.layers,
-            block_tokens=directive.block_tokens,
-            codecs=self._codecs,
-        )
-        wanted.job = self._next_job
-        self._next_job += 1
-        self._jobs[wanted.job] = (key, BlockLoad(fetching, lease_ms=directive.message.lease_ms))
-        self.loads += 1
-        self._advance(wanted.job, load.Start(), emit)
-
-    def _advance(self, number: int, event: load.Event, emit: _Emit) -> None:
+    def _advance(self, job: int, event: load.Event, emit: _Emit) -> None:
         """Let something happen to a load, and act on what comes of it."""
-        key, block_load = self._jobs[number]
-        was_over = block_load.state is load.LoadState.OVER
-        effects = block_load.handle(event, self._now_ms)
-        over = block_load.state is load.LoadState.OVER and not was_over
-        if over:
-            self.loads -= 1
-        if block_load.finished:
-            del self._jobs[number]
-        wanted = self._wanted.pop(key) if over else None
-        for effect in effects:
+        step = self._queue.advance(job, event, self._now_ms)
+        for effect in step.effects:
             match effect:
                 case load.Loaded():
-                    emit(PublishBlock(key))
-                    self._resident(key, emit)
-                case load.LoadFailed(storage=storage):
-                    assert wanted is not None
-                    self._load_failed(key, wanted, storage, emit)
+                    emit(PublishBlock(step.key))
+                    self._resident(step.key, emit)
+                case load.LoadFailed():
+                    for name in step.given_up:
+                        self._directives[name].waiting.discard(step.key)
+                        self._settle(self._directives[name], emit)
                 case _:
-                    emit(LoadRequest(number, key, effect))
-
-    def _load_failed(self, key: str, wanted: _Wanted, storage: bool, emit: _Emit) -> None:
-        """Whose sources were tried does without the block, and so do all where it could not be kept."""
-        names = list(wanted.claims)
-        given_up, others = (names, []) if storage else (names[:1], names[1:])
-        if others:
-            self._wanted[key] = _Wanted(claims={name: wanted.claims[name] for name in others})
-            self._enqueue(self._directives[others[0]], key)
-        for name in given_up:
-            self._directives[name].waiting.discard(key)
-            self._settle(self._directives[name], emit)
+                    emit(LoadRequest(job, step.key, effect))
 
     def _resident(self, key: str, emit: _Emit) -> None:
         """List a block for every directive that names it, also one that has ended."""
@@ -692,11 +610,8 @@ class PrefetchTable:
             limits=self.limits,
             codecs=self._codecs,
             directives=tuple(directive.freeze(now_ms) for directive in self._directives.values()),
-            wanted=tuple((key, tuple(w.claims.items()), w.job) for key, w in self._wanted.items()),
-            jobs=tuple((number, key, each.freeze(now_ms)) for number, (key, each) in self._jobs.items()),
+            queue=self._queue.freeze(now_ms),
             ended=tuple(self._ended),
-            ready=tuple((due - now_ms, order, place, key) for due, order, place, key in sorted(self._ready)),
-            next_job=self._next_job,
             next_order=self._next_order,
         )
 
@@ -712,14 +627,8 @@ class PrefetchTable:
             self._kept_blocks += 0 if directive.pending else len(directive.blocks)
             for key in directive.loaded if directive.pinned else ():
                 self._pins[key] = self._pins.get(key, 0) + 1
-        for key, claims, job in frozen.wanted:
-            self._wanted[key] = _Wanted(claims=dict(claims), job=job)
-        for number, key, of_job in frozen.jobs:
-            self._jobs[number] = (key, BlockLoad.thaw(of_job, now_ms))
-            self.loads += of_job.state is not load.LoadState.OVER
+        self._queue.thaw(frozen.queue, self._directives, now_ms)
         self._ended = dict.fromkeys(frozen.ended)
-        self._ready = [(due + now_ms, order, place, key) for due, order, place, key in frozen.ready]
-        self._next_job = frozen.next_job
         self._next_order = frozen.next_order
         return self
 

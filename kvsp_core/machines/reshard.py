@@ -481,11 +481,8 @@ def _commit_answered(state: State, instance: str, accepted: bool) -> _Result:
 def _abort_answered(state: State, instance: str, version: int) -> _Result:
     if isinstance(state, Aborting) and version == state.highest:
         state = attrs.evolve(state, waiting=state.waiting - {instance})
-    if version > state.map.version:
-        state, effects = _acknowledged(state, instance, version)
-    else:
-        effects = ()
-    return _settled(state, effects)
+    late = version <= state.map.version  # what is owed since is a commit
+    return _settled(*((state, ()) if late else _acknowledged(state, instance, version)))
 
 
 def _member_lost(state: State, instance: str) -> _Result:
