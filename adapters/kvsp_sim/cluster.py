@@ -217,8 +217,8 @@ class SimulatedCluster:
             if not isinstance(role, Holder | Instance):
                 continue
             if not role.safe_to_stop:
-                left = self.properties.one_owner.left_behind(host.base_uri)
-                why = ": it was not told what became of its ranges" if left else ""
+                behind = self.properties.one_owner.left_behind(host.base_uri)
+                why = ": it was not told what became of its ranges" if behind else ""
                 return f"{host.name} is not ready to stop{why}"
         if self._operator.records is None:
             return "the index was not asked yet"

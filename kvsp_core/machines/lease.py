@@ -29,6 +29,7 @@ from kvsp_core.limits import (
     MAX_LEASE_TTL_MS,
     MAX_LEASES_PER_CLIENT,
 )
+from kvsp_core.machines.lease_accounts import LeaseAccounts
 from kvsp_core.machines.table import Cell, Table, refuse, to
 from kvsp_core.problems import LEASE_QUOTA, NOT_FOUND, Problem
 
@@ -344,17 +345,6 @@ class _Lease:
         self.broken = False
 
 
-class _Client:
-    """What one client has leased: how often each block, and their octets, each block counted once."""
-
-    __slots__ = ("blocks", "leased_bytes", "leases")
-
-    def __init__(self) -> None:
-        self.blocks: dict[str, int] = {}
-        self.leased_bytes = 0
-        self.leases = 0
-
-
 class LeaseTable:
     """The leases of one holder and the blocks they protect.
 
@@ -378,8 +368,6 @@ class LeaseTable:
     ) -> None:
         self._random_bytes = random_bytes
         self._max_ttl_ms = max_ttl_ms
-        self._quota_bytes = quota_bytes
-        self._max_leases = max_leases
         self._withdrawal_ms = withdrawal_ms
         self._grace_until_ms = now_ms + max_ttl_ms + 1
         # Millions of blocks: strings and numbers only, which the garbage collector does not visit.
@@ -392,7 +380,7 @@ class LeaseTable:
         self._leaving: set[str] = set()
         self._reads: dict[str, str] = {}
         self._leases: dict[str, _Lease] = {}
-        self._clients: dict[str, _Client] = {}
+        self._accounts = LeaseAccounts(self._size_of, quota_bytes=quota_bytes, max_leases=max_leases)
         # One entry for each lease, or an old one: a renewal moves the lease, and its entry when it comes up.
         self._expiries: list[tuple[int, str]] = []
         # What has become free and has not been said yet.
@@ -442,8 +430,7 @@ class LeaseTable:
     def leased_bytes(self, client: str, now_ms: int) -> int:
         """Return the octets a client has under lease, each block counted once."""
         self._expire(now_ms)
-        account = self._clients.get(client)
-        return account.leased_bytes if account else 0
+        return self._accounts.leased_bytes(client)
 
     def listing(self, now_ms: int) -> tuple[tuple[str, int, int, int], ...]:
         """Return client, number of blocks, octets and remaining time of each lease, for operators."""
@@ -508,8 +495,7 @@ class LeaseTable:
         for block in event.blocks:
             if BLOCKS.check(self.kind_of_block(block, now_ms), event):
                 return (Refused(problem=_NOT_HELD),)
-        account = self._clients.get(event.client) or _Client()
-        if problem := self._over_quota(event, account):
+        if problem := self._too_long(event) or self._accounts.refusal(event.client, event.blocks):
             return (Refused(problem=problem),)
         name = self._random_bytes(_LEASE_ID_OCTETS).hex()
         if name in self._leases:
@@ -518,26 +504,16 @@ class LeaseTable:
         self._enter(lease)
         return (LeaseGranted(lease=name, ttl_ms=event.ttl_ms),)
 
-    def _over_quota(self, event: CreateLease, account: _Client) -> Problem | None:
-        if event.ttl_ms > self._max_ttl_ms:
-            return Problem(LEASE_QUOTA, f"ttl_ms: at most {self._max_ttl_ms} ms are granted; ask for less")
-        if account.leases >= self._max_leases:
-            return Problem(LEASE_QUOTA, f"a client has at most {self._max_leases} leases; release some")
-        more = sum(self._sizes[block] for block in set(event.blocks) if block not in account.blocks)
-        if account.leased_bytes + more > self._quota_bytes:
-            return Problem(
-                LEASE_QUOTA,
-                f"block_keys: {account.leased_bytes + more} octets would be leased, the quota of a client is"
-                f" {self._quota_bytes}; release a lease or ask for fewer blocks",
-            )
-        return None
+    def _too_long(self, event: CreateLease | RenewLease) -> Problem | None:
+        if event.ttl_ms <= self._max_ttl_ms:
+            return None
+        return Problem(LEASE_QUOTA, f"ttl_ms: at most {self._max_ttl_ms} ms are granted; ask for less")
 
     def _renew(self, event: RenewLease, now_ms: int) -> tuple[Effect, ...]:
         if LEASES.check(self.kind_of_lease(event.client, event.lease, now_ms), event):
             return (Refused(problem=_NO_LEASE),)
-        if event.ttl_ms > self._max_ttl_ms:
-            detail = f"ttl_ms: at most {self._max_ttl_ms} ms are granted; ask for less"
-            return (Refused(problem=Problem(LEASE_QUOTA, detail)),)
+        if problem := self._too_long(event):
+            return (Refused(problem=problem),)
         lease = self._leases[event.lease]
         lease.expires_ms = max(lease.expires_ms, now_ms + event.ttl_ms + 1)
         return (LeaseGranted(lease=event.lease, ttl_ms=lease.expires_ms - 1 - now_ms),)
@@ -595,6 +571,9 @@ class LeaseTable:
 
     # Parts
 
+    def _size_of(self, block: str) -> int:
+        return self._sizes[block]
+
     def _take_out(self, block: str) -> tuple[Effect, ...]:
         """Stop holding a block; its memory is free once the last reader is gone."""
         for name in self._leases_on.pop(block, ()):
@@ -611,28 +590,17 @@ class LeaseTable:
     def _enter(self, lease: _Lease) -> None:
         self._leases[lease.lease] = lease
         heappush(self._expiries, (lease.expires_ms, lease.lease))
-        account = self._clients.setdefault(lease.client, _Client())
-        account.leases += 1
+        self._accounts.enter(lease.client, lease.blocks)
         for block in lease.blocks:
             self._leases_on.setdefault(block, {})[lease.lease] = None
-            times = account.blocks.get(block, 0)
-            account.blocks[block] = times + 1
-            if not times:
-                account.leased_bytes += self._sizes[block]
 
     def _forget(self, lease: _Lease, block: str) -> None:
         """Take one block out of a lease and out of its client's account; a lease of nothing ends."""
         del lease.blocks[block]
-        account = self._clients[lease.client]
-        account.blocks[block] -= 1
-        if not account.blocks[block]:
-            del account.blocks[block]
-            account.leased_bytes -= self._sizes[block]
+        self._accounts.leave(lease.client, block)
         if not lease.blocks:
             del self._leases[lease.lease]
-            account.leases -= 1
-            if not account.leases:
-                del self._clients[lease.client]
+            self._accounts.end(lease.client)
 
     def _end(self, lease: _Lease) -> None:
         for block in tuple(lease.blocks):
