@@ -1,4 +1,4 @@
-"""What each client of a holder has under lease: how many, and their octets, each block counted once (LE-3)."""
+"""What each client of a holder has under lease: how many, and their octets, a block counted once (LE-3)."""
 
 from __future__ import annotations
 

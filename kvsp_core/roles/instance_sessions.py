@@ -346,18 +346,9 @@ class Sessions:
                 session.awaits = None
                 self._enqueue(session, now_ms)
 
-    def _name_of(self, session: ServedSession, index: int) -> BlockName:
-        return BlockName(session.compat_id, session.scope_id, session.keys[index])
-
     def _held(self, session: ServedSession, index: int) -> BlockName | None:
-        """Return the name under which a block is held here: in the session's scope, or in a shared one."""
-        names = [self._name_of(session, index)]
-        names += [
-            BlockName(session.compat_id, scope_id, keys[index])
-            for scope_id, keys in session.shared_keys.items()
-            if index < len(keys)
-        ]
-        return next((name for name in names if self._blocks.tier_of(name) is not None), None)
+        """Return the name under which a block is held here, or None."""
+        return next((n for n in session.names_of(index) if self._blocks.tier_of(n) is not None), None)
 
     def _leading_held(self, session: ServedSession) -> int:
         held = (self._held(session, index) for index in range(len(session.keys)))
@@ -413,7 +404,7 @@ class Sessions:
     def _keep_prompt(self, session: ServedSession) -> None:
         """Keep the blocks of a prompt that is not known here from eviction until they are in the engine."""
         blocks = range(len(session.prompt_keys))
-        session.kept = tuple(self._name_of(session, index) for index in blocks)
+        session.kept = tuple(session.name_of(index) for index in blocks)
         for name in session.kept:
             self._blocks.keep(name)
 
@@ -449,7 +440,7 @@ class Sessions:
         self._sequences[session.sequence] = session.name
         most = (len(session.tokens) - 1) // self._models[session.compat_id].block_tokens
         count = min(self._leading_held(session), most)
-        copy_as = tuple(self._name_of(session, index) for index in range(count))
+        copy_as = tuple(session.name_of(index) for index in range(count))
         names = tuple(self._held(session, index) or own for index, own in enumerate(copy_as))
         self._imports.begin((session.name, session.run), session.sequence, names, copy_as)
         self._let_prompt_go(session)
@@ -482,7 +473,7 @@ class Sessions:
     def _prefix_lost(self, session: ServedSession, gate: output.OutputGate, blocks: int, now_ms: int) -> None:
         """A block of the prompt was lost on the way into the engine, and its tokens are not known: end the
         stream, so that the front end comes back and is asked for the prompt."""
-        checkpoint = self._checkpoint_of(session, gate, gate.decoded)
+        checkpoint = session.checkpoint(gate.decoded)
         lost = resume.PrefixLost(epoch=gate.epoch, checkpoint=checkpoint, blocks=blocks)
         self._abort(session, now_ms)
         self._advance(session, lost, now_ms)
@@ -527,9 +518,7 @@ class Sessions:
                 self._through_gate(session, output.Decoded(first_index, tokens), now_ms)
             case engine.BlockComputed(sequence, index):
                 if index < len(session.keys):
-                    self._copies.export(
-                        session.name, session.run, self._name_of(session, index), sequence, index
-                    )
+                    self._copies.export(session.name, session.run, session.name_of(index), sequence, index)
             case engine.SequenceEnded(_, reason):
                 self._through_gate(session, output.EngineEnded(reason), now_ms)
 
@@ -542,7 +531,7 @@ class Sessions:
         for effect in gate.handle(event, now_ms):
             match effect:
                 case output.SendCheckpoint(offset):
-                    self._send_checkpoint(session, gate, offset)
+                    self._send_checkpoint(session, offset)
                 case output.Deliver(first_index, tokens):
                     if session.stream is not None:
                         lines = (
@@ -570,28 +559,13 @@ class Sessions:
             self._finish(session, now_ms)
         self._schedule(session)
 
-    def _send_checkpoint(self, session: ServedSession, gate: output.OutputGate, offset: int) -> None:
+    def _send_checkpoint(self, session: ServedSession, offset: int) -> None:
         self._work.call(
             self._controller_uri,
             RecordCheckpoint(session.name),
-            self._checkpoint_of(session, gate, offset),
+            session.checkpoint(offset),
             purpose=CheckpointFor(session.name, session.run),
             timeout_ms=self._call_timeout_ms,
-        )
-
-    @staticmethod
-    def _checkpoint_of(session: ServedSession, gate: output.OutputGate, offset: int) -> SessionCheckpoint:
-        assert session.sampler is not None
-        return SessionCheckpoint(
-            session=session.name,
-            epoch=gate.epoch,
-            compat_id=session.compat_id,
-            scope_id=session.scope_id,
-            prompt_blocks=session.prompt_keys,
-            prompt_tail=session.prompt_tail,
-            generated=gate.tokens(0, offset),
-            output_offset=offset,
-            sampler=attrs.evolve(session.sampler, step=offset),
         )
 
     # Ends

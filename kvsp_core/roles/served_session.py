@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import attrs
 
 from kvsp_core.block_keys import BlockKeyChain
 from kvsp_core.machines import output, resume
-from kvsp_core.records import Sampler
+from kvsp_core.records import Sampler, SessionCheckpoint
 from kvsp_core.roles.role import BlockName
 
 __all__ = ["ServedSession"]
@@ -55,3 +57,31 @@ class ServedSession:
     """Whether the lifecycle counts it."""
     forget_at_ms: int | None = None
     due_ms: int | None = None
+
+    def name_of(self, index: int) -> BlockName:
+        """Return the name of a complete block in the session's scope."""
+        return BlockName(self.compat_id, self.scope_id, self.keys[index])
+
+    def names_of(self, index: int) -> Iterator[BlockName]:
+        """Go through the names under which a complete block may be held: its own, then those in shared
+        scopes."""
+        yield self.name_of(index)
+        for scope_id, keys in self.shared_keys.items():
+            if index < len(keys):
+                yield BlockName(self.compat_id, scope_id, keys[index])
+
+    def checkpoint(self, offset: int) -> SessionCheckpoint:
+        """Return from where another instance can go on after so many output tokens."""
+        assert self.gate is not None
+        assert self.sampler is not None
+        return SessionCheckpoint(
+            session=self.name,
+            epoch=self.gate.epoch,
+            compat_id=self.compat_id,
+            scope_id=self.scope_id,
+            prompt_blocks=self.prompt_keys,
+            prompt_tail=self.prompt_tail,
+            generated=self.gate.tokens(0, offset),
+            output_offset=offset,
+            sampler=attrs.evolve(self.sampler, step=offset),
+        )
