@@ -19,8 +19,7 @@ from uuid import UUID
 
 import attrs
 
-from kvsp_core.answers import read_answer, read_outcome
-from kvsp_core.errors import KVSPError
+from kvsp_core.answers import read_outcome
 from kvsp_core.ext_messages import (
     InstanceInfo,
     InstanceListing,
@@ -28,7 +27,6 @@ from kvsp_core.ext_messages import (
     ScopedPrefix,
     SessionListing,
 )
-from kvsp_core.identity import component_id
 from kvsp_core.machines import fleet as fleets
 from kvsp_core.machines import session as sessions
 from kvsp_core.machines.alarms import Alarms
@@ -39,14 +37,11 @@ from kvsp_core.messages import (
     CheckpointRecorded,
     PrefetchDirective,
     ResumeRequest,
-    StateChange,
-    StatusAnswer,
 )
-from kvsp_core.problems import BAD_REQUEST, CONFLICT, INVALID_STATE, NOT_FOUND, UNAVAILABLE, Problem
-from kvsp_core.records import InstanceStatus, SessionCheckpoint, Shard, ShardMap
+from kvsp_core.problems import BAD_REQUEST, CONFLICT, NOT_FOUND, UNAVAILABLE, Problem
+from kvsp_core.records import SessionCheckpoint, Shard, ShardMap
 from kvsp_core.resources import (
     ChangeInstanceState,
-    ChangeState,
     DeleteSession,
     EndShardMap,
     GetSession,
@@ -63,6 +58,7 @@ from kvsp_core.resources import (
     SplitContext,
 )
 from kvsp_core.roles.authorization import Permission, Policy, authorize
+from kvsp_core.roles.controller_instances import Instances, StateCall
 from kvsp_core.roles.controller_maps import AbortCall, CommitCall, PlanCall, ShardMaps
 from kvsp_core.roles.controller_placement import (
     DescriptorCall,
@@ -79,7 +75,6 @@ from kvsp_core.roles.controller_settings import ControllerSettings
 from kvsp_core.roles.controller_shards import serve_shards
 from kvsp_core.roles.controller_store import (
     MapContext,
-    epoch_write,
     stored_epochs,
     stored_maps,
     stored_sessions,
@@ -91,7 +86,6 @@ from kvsp_core.roles.role import (
     CallFailed,
     Effect,
     Input,
-    Persist,
     RequestEnded,
     RequestReceived,
     Stored,
@@ -126,11 +120,6 @@ class _ResumeCall:
 
 
 @attrs.frozen
-class _StateCall:
-    instance: str
-
-
-@attrs.frozen
 class _PrefetchCall:
     instance: str
 
@@ -152,8 +141,6 @@ _NO_CLASS: Final = Problem(
     "deterministic: no instance says whose results it repeats; ask without it, or name classes of instances "
     "in the controller's configuration",
 )
-_UNKNOWN_INSTANCE: Final = Problem(NOT_FOUND, "no such instance reports here")
-_NO_SUCH_STATE: Final = Problem(INVALID_STATE, "state: an instance can be asked to be active or draining")
 _RETRY_AFTER_S: Final = 1
 
 
@@ -197,14 +184,20 @@ class Controller:
         self._maps = ShardMaps(
             self._work, self._fleet, self._may_serve, call_timeout_ms=settings.call_timeout_ms
         )
+        self._instances = Instances(
+            self._work,
+            self._fleet,
+            lost=self._instance_lost,
+            back=self._maps.meet,
+            min_active=settings.min_active,
+            call_timeout_ms=settings.call_timeout_ms,
+        )
         self._desk = Desk([RoleName.CONTROLLER], self._allow)
-        self._instances: dict[str, str] = {}  # identifier in paths -> base URI
         self._placed_at_ms: dict[str, int] = {}
         # Requests that no instance could take, by the number of the request; when each is given up.
         self._waiting: dict[int, _Waiting] = {}
         self._alarms = Alarms()
         self._again: deque[int] = deque()  # those of them to be tried again
-        self._instances_changed = False
 
     # The role
 
@@ -213,8 +206,7 @@ class Controller:
         stored, self._stored = self._stored or {}, None
         epochs = stored_epochs(stored)
         for instance, epoch in epochs.items():
-            self._instances[component_id(instance)] = instance
-            self._fleet.handle(fleets.RestoreInstance(instance, epoch), now_ms)
+            self._instances.restore(instance, epoch, now_ms)
         for session in stored_sessions(stored):
             effects = self._sessions.restore(session, now_ms)
             self._follow(session.record.session, effects)
@@ -285,8 +277,7 @@ class Controller:
 
     def _end(self, now_ms: int) -> tuple[Effect, ...]:
         """Take up what waits, now that something may have changed, and return all effects."""
-        if self._instances_changed:
-            self._instances_changed = False
+        if self._instances.take_changed():
             self._sessions.retry_waiting(now_ms)
             self._maps.repair(now_ms)
             self._again = deque(self._waiting)
@@ -299,7 +290,7 @@ class Controller:
         return self._work.take()
 
     def _tick(self, now_ms: int) -> None:
-        self._fleet_effects(self._fleet.handle(fleets.TimerFired(), now_ms), None, now_ms)
+        self._instances.tick(now_ms)
         for ledger, effects in self._sessions.fire(now_ms):
             self._follow(ledger.record.session, effects)
         self._maps.fire(now_ms)
@@ -319,7 +310,7 @@ class Controller:
     def _serve(self, asked: Asked, now_ms: int) -> None:
         match asked.operation:
             case ReportStatus():
-                self._status(asked, now_ms)
+                self._instances.report(asked, now_ms)
             case RecordCheckpoint():
                 self._checkpoint(asked, now_ms)
             case PlaceRequest():
@@ -333,7 +324,7 @@ class Controller:
                 listing = SessionListing(sessions=tuple(map(Sessions.info, self._sessions)))
                 self._work.emit(answer(asked.request_id, listing))
             case ChangeInstanceState():
-                self._change_state(asked, now_ms)
+                self._instances.change_state(asked, now_ms)
             case SplitContext() | GetShardMap() | EndShardMap():
                 self._work.emit(serve_shards(self._maps, asked, self.policy, now_ms))
             case _:
@@ -349,8 +340,8 @@ class Controller:
                 self._resume_answered(session, epoch, item, now_ms)
             case PlanCall() | CommitCall() | AbortCall():
                 self._maps.handle(purpose, item, now_ms)
-            case _StateCall(instance):
-                self._state_answered(instance, item, now_ms)
+            case StateCall():
+                self._instances.state_answered(purpose, item, now_ms)
             case _PrefetchCall():
                 good = isinstance(item, AnswerReceived) and item.response.is_success
                 self._work.observe("kvsp_prefetch_directives", outcome="accepted" if good else "refused")
@@ -362,92 +353,9 @@ class Controller:
 
     # Instances
 
-    def _status(self, asked: Asked, now_ms: int) -> None:
-        status, operation = asked.body, asked.operation
-        assert isinstance(status, InstanceStatus)
-        assert isinstance(operation, ReportStatus)
-        if component_id(status.instance) != operation.instance_id:
-            problem = Problem(BAD_REQUEST, "instance: is not the instance of the path")
-            self._work.emit(refuse(asked.request_id, problem))
-            return
-        self._instances.setdefault(operation.instance_id, status.instance)
-        event = fleets.ReceiveStatus(status, accept_sleep=self._may_sleep(status))
-        self._fleet_effects(self._fleet.handle(event, now_ms), asked.request_id, now_ms)
-
-    def _may_sleep(self, status: InstanceStatus) -> bool:
-        if status.requested_state is None:
-            return False
-        awake = sum(other.instance != status.instance for other in self._fleet.assignable())
-        return awake >= self._settings.min_active
-
-    def _fleet_effects(self, effects: Iterable[fleets.Effect], request_id: int | None, now_ms: int) -> None:
-        """Do what the fleet wants; its answer goes to this request."""
-        for effect in effects:
-            match effect:
-                case fleets.PersistEpoch(instance, epoch):
-                    self._work.emit(Persist((epoch_write(instance, epoch),)))
-                case fleets.AnswerStatus(state):
-                    if request_id is not None:
-                        self._work.emit(answer(request_id, StatusAnswer(state=state)))
-                case fleets.Refused(problem):
-                    if request_id is not None:
-                        self._work.emit(refuse(request_id, problem))
-                case fleets.InstanceFailed(instance, epoch):
-                    self._work.observe("kvsp_instances_failed")
-                    self._lose(Owner(instance, epoch), now_ms)
-                    self._maps.lose(instance, now_ms)
-                case fleets.InstanceJoined(instance):
-                    self._instances_changed = True
-                    self._maps.meet(instance, now_ms)
-                case fleets.StateReported():
-                    self._instances_changed = True
-                case fleets.RequestState(instance, state):
-                    self._work.call(
-                        instance,
-                        ChangeState(),
-                        StateChange(state=state),
-                        purpose=_StateCall(instance),
-                        timeout_ms=self._settings.call_timeout_ms,
-                    )
-                case _:
-                    assert_never(effect)
-
-    def _state_answered(self, instance: str, item: AnswerReceived | CallFailed, now_ms: int) -> None:
-        state, refused = None, False
-        if isinstance(item, AnswerReceived):
-            try:
-                read = read_answer(StatusAnswer, item.response, item.body)
-            except KVSPError:
-                read = None
-            if isinstance(read, StatusAnswer):
-                state = read.state
-            elif isinstance(read, Problem):
-                refused = read.type == INVALID_STATE
-        event = fleets.EndStateRequest(instance, state, refused=refused)
-        self._fleet_effects(self._fleet.handle(event, now_ms), None, now_ms)
-
-    def _change_state(self, asked: Asked, now_ms: int) -> None:
-        operation, body = asked.operation, asked.body
-        assert isinstance(operation, ChangeInstanceState)
-        assert isinstance(body, StateChange)
-        instance = self._instances.get(operation.instance_id)
-        if instance is None:
-            self._work.emit(refuse(asked.request_id, _UNKNOWN_INSTANCE))
-            return
-        match body.state:
-            case "active":
-                event: fleets.Event = fleets.WakeInstance(instance)
-            case "draining" | "sleeping":
-                event = fleets.DrainInstance(instance)
-            case _:
-                self._work.emit(refuse(asked.request_id, _NO_SUCH_STATE))
-                return
-        effects = self._fleet.handle(event, now_ms)
-        self._fleet_effects(effects, asked.request_id, now_ms)
-        if not any(isinstance(effect, fleets.Refused) for effect in effects):
-            state = self._fleet.wanted_of(instance) or self._fleet.kind_of(instance).value
-            self._work.emit(answer(asked.request_id, StatusAnswer(state=state)))
-        self._instances_changed = True
+    def _instance_lost(self, owner: Owner, now_ms: int) -> None:
+        self._lose(owner, now_ms)
+        self._maps.lose(owner.instance, now_ms)
 
     def _instance_info(self, instance: str) -> InstanceInfo:
         epoch = self._fleet.epoch_of(instance) or 0
@@ -558,8 +466,7 @@ class Controller:
             if self._fleet.kind_of(instance) is fleets.MemberKind.SLEEPING:
                 sleeping.append(instance)
         if sleeping:
-            effects = self._fleet.handle(fleets.WakeInstance(min(sleeping)), now_ms)
-            self._fleet_effects(effects, None, now_ms)
+            self._instances.wake(min(sleeping), now_ms)
 
     def _prefetch(self, chosen: Candidate, reference: str, compat_id: str, match: Match) -> None:
         """Have the chosen instance load the leading blocks it does not hold (LC-2: it is active)."""
