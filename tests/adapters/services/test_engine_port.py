@@ -26,6 +26,8 @@ START = StartSequence(sequence=3, tokens=(1,), cached_tokens=0, sampler=GREEDY)
 class Refusing:
     """An engine that refuses every command, or breaks at work."""
 
+    numerics = "none to speak of"
+
     def __init__(self, *, breaks: bool = False) -> None:
         self.breaks = breaks
 
@@ -66,6 +68,7 @@ def made(engine: Refusing) -> tuple[ThreadedEngine, Heard]:
 
 def test_a_sequence_that_the_engine_refuses_ends_with_an_error_and_nothing_else_does() -> None:
     port, heard = made(Refusing())
+    assert port.numerics == "none to speak of"
     port.submit(Proceed(3))
     port.submit(START)
     assert heard.queue.get(timeout=30) == SequenceEnded(3, "error")

@@ -801,3 +801,12 @@ def test_requests_for_blocks_are_the_holders() -> None:
     assert world.beside.handled[-1] == RequestEnded(request, True, 1)
     unknown, _ = world.ask(FE, GetDirective("d"))
     assert world.status_of(unknown) in (403, NOT_FOUND.status)
+
+
+@pytest.mark.requirement("CP-6")
+@pytest.mark.parametrize("numerics", ["numpy 2, one thread", None])
+def test_a_status_says_what_the_engine_says_of_its_results(numerics: str | None) -> None:
+    world = World(numerics=numerics)
+    ((_, report),) = world.calls(ReportStatus)
+    assert decode(InstanceStatus, report.call.body).numerics == numerics  # type: ignore[arg-type]
+    assert (b"numerics" in report.call.body) == (numerics is not None)  # type: ignore[operator]
