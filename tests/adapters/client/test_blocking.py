@@ -277,10 +277,11 @@ def test_a_lease_that_was_granted_just_when_it_was_interrupted_is_given_back(
 ) -> None:
     holder, keys = ScriptedHolder(served, 1), keys_of(served, "interrupted later", 1)
     holder.lease_ttl_ms = 60_000
-    call = LoopThread.call
+    call, kept = LoopThread.call, list[Any]()
 
     def interrupted(self: LoopThread, work: Any, *arguments: Any) -> Any:
         monkeypatch.undo()
+        kept.append((work, arguments))  # as a traceback does: nothing is let go of by itself
         call(self, work, *arguments)
         raise KeyboardInterrupt
 
