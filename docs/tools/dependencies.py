@@ -21,8 +21,8 @@ HEAD = """# Dependencies
 What the project uses, directly and indirectly, and the licence that each package states. Written by
 `python docs/tools/dependencies.py`; a test fails where something is used that is not here.
 
-`constraints.txt` names one version of each, with which everything here is tested; `make constraints` renews it. Whoever
-installs the package is not bound to them.
+`constraints.txt` names one version of each, with which all is tested here; `make constraints` renews it.
+Whoever installs the package is not bound to them.
 
 `make audit` asks the advisory database of PyPI about every installed version; it needs the network.
 Where that is not reachable it says so and fails, rather than pass.
