@@ -61,7 +61,7 @@ def test_a_secret_in_any_form_is_found(tmp_path: Path, form: str) -> None:
 
 
 @pytest.mark.requirement("CP-2", "MG-1", "MG-4")
-@pytest.mark.long
+@pytest.mark.verify
 @pytest.mark.parametrize("loop", ["trio"])
 def test_forty_kills(tmp_path: Path, loop: str) -> None:
     section = kills(tmp_path, 200 if os.environ.get("KVSP_PROFILE") == "long" else 40, loop=loop)
@@ -70,13 +70,8 @@ def test_forty_kills(tmp_path: Path, loop: str) -> None:
 
 
 @pytest.mark.requirement("CP-2", "BR-6", "MG-1")
-@pytest.mark.parametrize(
-    "group",
-    [
-        pytest.param(name, marks=pytest.mark.verify if name == "links" else pytest.mark.long)
-        for name in FAULTS
-    ],
-)
+@pytest.mark.verify
+@pytest.mark.parametrize("group", FAULTS)
 def test_faults_of_disks_files_and_links(tmp_path: Path, group: str) -> None:
     section = faults(tmp_path, group)
     skipped = [str(row[1]) for row in section.rows if str(row[1]).startswith("skipped")]
