@@ -52,7 +52,10 @@ class Streams:
     A stream that is cut because the front end itself is gone has to be a beginning of it.
     """
 
+    REFUSED = "questions refused in time by a front end that lives"
+
     def __init__(self, world: World, questions: list[Question], tally: Tally, front_gone: Callable[[], int]):
+        """`front_gone` counts how often the front end was killed and how often it was whole again."""
         self._client = Client(world.api_url, world.model_dir.name, timeout_s=120)
         self.questions = questions
         self._tally = tally
@@ -65,30 +68,33 @@ class Streams:
         try:
             self._client.ask(question.prompt, max_tokens=question.max_tokens, into=reply)
         except (openai.OpenAIError, OSError) as error:
-            self._cut(reply.text, question, self._front_gone() != before, type(error).__name__, str(error))
+            self._cut(reply.text, question, self._gone_since(before), type(error).__name__, str(error))
             return
         except Exception as error:  # httpx says it in its own words when a stream breaks off
             if type(error).__module__.partition(".")[0] not in ("httpx", "httpcore"):
                 raise
-            self._cut(reply.text, question, self._front_gone() != before, type(error).__name__, str(error))
+            self._cut(reply.text, question, self._gone_since(before), type(error).__name__, str(error))
             return
         if reply.reason not in ("stop", "length"):
-            self._cut(reply.text, question, self._front_gone() != before, "it broke off")
+            self._cut(reply.text, question, self._gone_since(before), "it broke off")
         elif (reply.text, reply.output_tokens) != (question.text, question.tokens):
             self._tally.breach(f"an answer of {reply.output_tokens} tokens is not the undisturbed one")
         else:
             self._tally.add("answers whole")
             self._tally.add("tokens", reply.output_tokens)
 
+    def _gone_since(self, before: int) -> bool:
+        """Return whether the front end was killed since, or was not whole again yet."""
+        return self._front_gone() != before or before % 2 == 1
+
     def _cut(self, text: str, question: Question, front_gone: bool, why: str, detail: str = "") -> None:
         if not question.text.startswith(text):
             self._tally.breach("a part of an answer is not the beginning of the undisturbed one")
         elif front_gone:
-            self._tally.add("answers cut, their front end killed")
+            self._tally.add(f"{'answers cut' if text else 'questions refused'}, their front end killed")
             time.sleep(0.05)
-        elif why in ("APIConnectionError", "InternalServerError") and not text:
-            self._tally.add("questions refused")  # before anything was promised
-            time.sleep(0.05)
+        elif why == "InternalServerError" and not text:
+            self._tally.add(self.REFUSED)  # after it has tried for as long as it does, before any promise
         else:
             said = f"{why}: {detail}" if detail else why
             self._tally.breach(f"an answer ended after {len(text)} characters ({said}), its front end alive")
