@@ -18,7 +18,7 @@ import attrs
 from kvsp_core.messages import LookupAnswer, LookupRequest
 from kvsp_core.prefix import found_replicas
 from kvsp_core.records import ReplicaRecord
-from kvsp_core.validation import fail
+from kvsp_core.validation import check_base_uris
 
 __all__ = ["IndexParts"]
 
@@ -31,15 +31,13 @@ def _ordered(uris: str | Iterable[str]) -> tuple[str, ...]:
 class IndexParts:
     """The parts of an index: one base URI for an index in one piece, none where there is no index.
 
-    Raises `InvalidValue` where one is named twice.
+    Raises `InvalidValue` where one is none, or is named twice.
     """
 
     uris: tuple[str, ...] = attrs.field(converter=_ordered)
 
     def __attrs_post_init__(self) -> None:
-        for one, next_one in zip(self.uris, self.uris[1:], strict=False):
-            if one == next_one:
-                raise fail(f"{one} is named twice; the parts of an index have different base URIs", "index")
+        check_base_uris(self.uris, "index")
 
     def __bool__(self) -> bool:
         return bool(self.uris)

@@ -9,6 +9,7 @@ from kvsp_client.errors import Refused
 from kvsp_client.loop_thread import LoopThread, release, shared_loop
 from kvsp_client.wire import Answer, Progress, Wire
 from kvsp_core.answers import read_outcome
+from kvsp_core.identity import parse_base_uri
 from kvsp_core.resources import Operation
 from kvsp_h2 import Credentials
 from kvsp_h2.pool import PoolLimits
@@ -47,8 +48,9 @@ class Asker:
         """Make a request to the role at a base URI and return its answer, whatever it is.
 
         `pieces` is a body that is a container; `progress` hears how the answer comes in. Raises `Unavailable`
-        where there is no answer.
+        where there is no answer, `KVSPError` where that is no base URI.
         """
+        parse_base_uri(base_uri)
         return self._loop.call(
             self._wire.ask,
             base_uri,
@@ -61,6 +63,7 @@ class Asker:
 
     def ask_for(self, kind: type[T], base_uri: str, operation: Operation, body: object = None) -> T:
         """Make a request and return the message its answer holds. Raises `Refused` and `Unavailable`."""
+        parse_base_uri(base_uri)
         found: T = self._loop.call(self._wire.ask_for, kind, base_uri, operation, body, timeout_ms=TIMEOUT_MS)
         return found
 

@@ -49,7 +49,9 @@ def read_toml(path: Path, kind: type[Document]) -> Document:
         raise DocumentError(f"{path}: larger than {_MAX_DOCUMENT_BYTES} octets")
     try:
         found = tomllib.loads(octets.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UnicodeDecodeError:
+        raise DocumentError(f"{path}: not a TOML file: it is not UTF-8 text") from None
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise DocumentError(f"{path}: {error}") from None
     _refuse_unknown(path, found, kind, "")
     _make_absolute(found, path.resolve().parent)

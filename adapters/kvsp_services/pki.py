@@ -23,7 +23,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from kvsp_core.errors import KVSPError
 
-__all__ = ["CA_CERTIFICATE", "CA_KEY", "Issued", "PKIError", "init_ca", "issue"]
+__all__ = ["CA_CERTIFICATE", "CA_KEY", "Issued", "PKIError", "check_certificate", "init_ca", "issue"]
 
 CA_CERTIFICATE: Final = "ca.pem"
 CA_KEY: Final = "ca.key"
@@ -34,6 +34,27 @@ _CLOCK_SKEW: Final = datetime.timedelta(minutes=5)
 
 class PKIError(KVSPError):
     """A certificate cannot be made: why, and what to do."""
+
+
+def check_certificate(path: Path, base_uri: str) -> None:
+    """Check that a role can be reached with a certificate, however it was made.
+
+    Raises `PKIError` where it has expired, or names other URIs than the role's base URI: its clients would
+    refuse it.
+    """
+    try:
+        certificate = x509.load_pem_x509_certificate(path.read_bytes())
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+    except x509.ExtensionNotFound:
+        uris = []
+    except ValueError as error:
+        raise PKIError(f"{path}: not a certificate in PEM form: {error}") from None
+    until = certificate.not_valid_after_utc
+    if until < datetime.datetime.now(datetime.UTC):
+        raise PKIError(f"{path}: it has expired on {until:%Y-%m-%d}; issue it anew")
+    if uris and base_uri not in uris:
+        raise PKIError(f"{path}: it names {', '.join(uris)} and not {base_uri}; issue one for that URI")
 
 
 @attrs.frozen

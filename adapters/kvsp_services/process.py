@@ -11,8 +11,8 @@ from __future__ import annotations
 import signal
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol, runtime_checkable
@@ -52,6 +52,7 @@ from kvsp_services.loops import TrioLoop, open_loop
 from kvsp_services.metrics import Metrics
 from kvsp_services.monitoring import MonitoringServer
 from kvsp_services.openai_api import make_app
+from kvsp_services.pki import check_certificate
 from kvsp_services.policy import read_policy
 from kvsp_services.ports import Loop
 from kvsp_services.stores.blocks import BlockTier
@@ -106,6 +107,16 @@ class Keeper(Protocol):
         ...
 
 
+@contextmanager
+def _named(role: str) -> Iterator[None]:
+    """Say of an error of the operating system which role's directory it is about."""
+    try:
+        yield
+    except OSError as error:
+        advice = "it has to be a directory that this process may write in"
+        raise KVSPError(f"[{role}]: {error.filename}: {error.strerror}; {advice}") from None
+
+
 class RunningRole:
     """One role of a process: its store, driver, connections, and how often it had to be rebuilt."""
 
@@ -123,7 +134,9 @@ class RunningRole:
         self._process = process
         self._log = structlog.get_logger().bind(role=name)
         self._committer: GroupCommitter | NoStore = NoStore()
-        self._tiers: dict[str, BlockTier] = make_tiers(getattr(section, "tiers", []), process.storage_key)
+        check_certificate(Path(section.certificate_file), section.base_uri)
+        with _named(name):
+            self._tiers: dict[str, BlockTier] = make_tiers(getattr(section, "tiers", []), process.storage_key)
         self._rebuilt: deque[float] = deque()
         self.model = read_model(section)
         self.generations: Generations | None = None
@@ -140,7 +153,8 @@ class RunningRole:
         stored: dict[str, dict[str, bytes]] = {}
         if process.storage_key is not None:
             path = Path(process.config.data_dir) / f"{self.name}.sqlite"
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with _named(self.name):
+                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             store = DurableStore(path, process.storage_key, self.section.base_uri)
             stored = store.load()
             self._committer = GroupCommitter(store)
@@ -347,6 +361,7 @@ class Process:
             config, differ = with_limits_of(self.config, self._reread())
             policy = read_policy(Path(self.config.policy_file))
             for role in self.roles:
+                check_certificate(Path(role.section.certificate_file), role.section.base_uri)
                 role.credentials.reload()
         except (KVSPError, OSError) as error:
             self._log.error("not reloaded", error=str(error))

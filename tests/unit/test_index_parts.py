@@ -95,7 +95,9 @@ def test_an_answer_about_other_keys_is_refused() -> None:
 
 
 def test_a_part_named_twice_is_refused() -> None:
-    with pytest.raises(InvalidValue, match=r"index: https://is-a\.example/ is named twice"):
+    with pytest.raises(InvalidValue, match="index: expected each base URI once"):
         IndexParts((A, B, A))
+    with pytest.raises(InvalidValue, match=r"index\[0\]"):
+        IndexParts("http://is-a.example/")
     assert IndexParts(A).uris == (A,)
     assert not IndexParts(())

@@ -16,6 +16,7 @@ from kvsp_core.errors import LocalProtocolError, RemoteProtocolError
 from kvsp_core.index_parts import IndexParts
 from kvsp_core.messages import LeaseGranted, LeaseRequest, LookupAnswer, LookupRequest, MatchedBlock
 from kvsp_core.resources import CreateLease, GetBlock, Lookup, StoreBlock
+from kvsp_core.validation import check_hex
 from kvsp_h2 import Credentials
 from kvsp_services.asking import ask, ask_for, expect_success
 from kvsp_services.cli.connection import as_json_option, show_json, show_table, with_credentials
@@ -30,6 +31,11 @@ _scope_key = click.option(
     "--scope-key-file", type=_FILE, required=True, help="At least 32 octets, or 64 hex digits."
 )
 _holder = click.option("--holder", envvar="KVSP_HOLDER", required=True, help="Its base URI.")
+
+
+def _checked_key(_context: click.Context, _parameter: click.Parameter, key: str) -> str:
+    check_hex(key, "block key")
+    return key
 
 
 @click.command()
@@ -87,7 +93,7 @@ def lookup(
 
 
 @click.command()
-@click.argument("block_key")
+@click.argument("block_key", callback=_checked_key)
 @_holder
 @_descriptor
 @_scope_key
@@ -105,6 +111,8 @@ def get(
 ) -> None:
     """Fetch the block of a BLOCK_KEY from a holder into a file, and check it against its Repr-Digest."""
     model, scope = read_descriptor(descriptor), read_scope(scope_key_file)
+    if not output.parent.is_dir():
+        raise LocalProtocolError(f"{output}: there is no directory {output.parent}")
     operation = GetBlock(model.compat_id, scope.scope_id, block_key)
     with progress_bar("fetching") as progress:
         answer = ask(credentials, holder, operation, progress=progress)
@@ -120,7 +128,7 @@ def get(
 
 @click.command()
 @click.argument("file", type=click.File("rb"))
-@click.option("--block-key", required=True, help="The block key; kvsp keys prints it.")
+@click.option("--block-key", required=True, callback=_checked_key, help="The block key; kvsp keys prints it.")
 @_holder
 @_descriptor
 @_scope_key
@@ -135,13 +143,21 @@ def put(
 ) -> None:
     """Store a container FILE at a holder as the block of a key."""
     model, scope = read_descriptor(descriptor), read_scope(scope_key_file)
-    octets = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    octets = _contents(file)
     operation = StoreBlock(model.compat_id, scope.scope_id, block_key)
     # How much of it the holder has taken is not known before it answers.
     with progress_bar(f"storing {octets.nbytes / 1e6:.1f} MB"):
         answer = ask(credentials, holder, operation, pieces=(octets,))
     expect_success(holder, answer)
     click.echo(f"{holder}: stored {octets.nbytes} octets")
+
+
+def _contents(file: BinaryIO) -> memoryview:
+    """Return the octets of a file, which are not read into memory."""
+    try:
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    except (OSError, ValueError):  # a pipe or device; an empty file
+        raise LocalProtocolError(f"{file.name}: expected a file with a container in it") from None
 
 
 @click.command()

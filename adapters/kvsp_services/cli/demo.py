@@ -100,8 +100,10 @@ def _run(directory: Path, model_dir: Path, fast: bool, loop: str, report_file: P
         def said(step: Step) -> None:
             click.echo("\n".join(_lines(step)))
 
-        steps = Story(cluster, watcher, FAST if fast else REAL, document()).tell(said)
-        watcher.stop()
+        try:
+            steps = Story(cluster, watcher, FAST if fast else REAL, document()).tell(said)
+        finally:
+            watcher.stop()
     title = f"KVSP on {model_dir.name}"
     report_file.parent.mkdir(parents=True, exist_ok=True)
     report_file.write_text(report(title, steps, watcher.samples, watcher.marks))

@@ -264,8 +264,14 @@ def _storage_errors(path: Path) -> Iterator[None]:
     """Turn what SQLite raises into `StorageError`, with the file's name."""
     try:
         yield
+    except sqlite3.DatabaseError as error:
+        damaged = getattr(error, "sqlite_errorcode", None) in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT)
+        advice = "; put a backup in its place (kvsp backup makes them)" if damaged else ""
+        raise StorageError(f"{path}: {error}{advice}") from error
     except sqlite3.Error as error:
         raise StorageError(f"{path}: {error}") from error
+    except OSError as error:
+        raise StorageError(f"{error.filename or path}: {error.strerror}") from error
 
 
 def _lock(path: Path) -> int:

@@ -65,6 +65,31 @@ def test_nothing_of_a_table_is_cut_off_where_it_is_narrow() -> None:
     assert uri in "".join(re.findall(r"│ (\S+) *│", shown.getvalue()))
 
 
+def test_a_mistake_in_a_call_is_one_line_and_nobody_is_asked(
+    capfd: pytest.CaptureFixture[str], cluster: Cluster, context: tuple[str, ...]
+) -> None:
+    directory = cluster.directory
+    (directory / "empty").touch()
+    model = context[:4]
+    nobody = ("--holder", "https://127.0.0.1:1/kvsp/", *model)
+    key = "ab" * 32
+    for call, said in (
+        (("status", "--controller", "http://127.0.0.1:1/kvsp/"), "https"),
+        (("status", "--controller", "127.0.0.1:1"), "https"),
+        (("get", "xyz", "--output", "out", *nobody), "block key: expected 64 lowercase hex digits"),
+        (("get", key, "--output", "nowhere/out", *nobody), "nowhere/out: there is no directory nowhere"),
+        (
+            ("put", str(directory / "empty"), "--block-key", key, *nobody),
+            "empty: expected a file with a container",
+        ),
+        (("put", "/dev/null", "--block-key", key, *nobody), "/dev/null: expected a file with a container"),
+    ):
+        status, _, complained = kvsp(capfd, cluster, *call)
+        assert status == 1
+        assert complained.count("\n") == 1
+        assert said in complained
+
+
 @pytest.fixture(scope="module")
 def context(cluster: Cluster) -> tuple[str, ...]:
     """Options that tell of a context of four tokens, which are one block."""

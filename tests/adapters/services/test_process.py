@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import signal
@@ -9,7 +10,7 @@ import socket
 import ssl
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -161,6 +162,62 @@ def test_a_new_certificate_is_used_after_a_reload(deployment: Deployment) -> Non
     issue(deployment.directory, uri=deployment.uris["index"], name="index")
     deployment.reload("reloaded")
     assert shown() != before
+
+
+@pytest.mark.requirement("HT-2")
+def test_a_certificate_that_no_client_would_accept_is_not_served_with(deployment: Deployment) -> None:
+    directory = deployment.directory
+    good = (directory / "index.pem").read_bytes(), (directory / "index.key").read_bytes()
+    old = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=800)
+    issue(directory, uri=deployment.uris["index"], name="index", now=old)
+    done = run(str(deployment.config))
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "index.pem: it has expired on 20" in done.stderr
+    issue(directory, uri=READER, name="index")
+    assert (
+        f"index.pem: it names {READER} and not {deployment.uris['index']}"
+        in run(str(deployment.config)).stderr
+    )
+    for name, octets in zip(("index.pem", "index.key"), good, strict=True):
+        (directory / name).write_bytes(octets)
+    deployment.start()
+    issue(directory, uri=READER, name="index")
+    deployment.reload("not reloaded")
+    with deployment.client("reader") as reader:
+        assert look_up(reader).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda d: (d / "data").write_text(""),
+            "[holder]: {d}/data: File exists; it has to be a directory",
+        ),
+        (
+            lambda d: (d / "blocks").write_text(""),
+            "[holder]: {d}/blocks: File exists; it has to be a directory",
+        ),
+        (
+            lambda d: (
+                (d / "data").mkdir() or (d / "data" / "controller.sqlite").write_bytes(b"no database" * 999)
+            ),
+            "{d}/data/controller.sqlite: file is not a database; put a backup in its place",
+        ),
+    ],
+    ids=["data", "tier", "damaged"],
+)
+def test_what_is_wrong_with_a_directory_or_database_is_one_line(
+    tmp_path: Path, change: Callable[[Path], object], said: str
+) -> None:
+    tier = '[[holder.tiers]]\ntier = "local-storage"\ncapacity_bytes = 1000000\ndirectory = "blocks"\n'
+    cluster = Cluster(tmp_path, {"holder": tier, "controller": "index = []"}, POLICY)
+    change(tmp_path)
+    done = run(str(cluster.config))
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("{")]
+    assert done.returncode == 1
+    assert len(lines) == 1
+    assert said.format(d=tmp_path) in lines[0]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
