@@ -28,6 +28,7 @@ SEEDS = (
     b"\x03" + frame(4, 0, 0, b"\x00\x03\x00\x00\x00\x01\x00\x05\x00\x00\x40\x00") + window_update(3, 7),
     b"\x04" + frame(1, 4, 1, _OK) + frame(0, 8, 1, b"\x02ab\x00\x00") + frame(1, 5, 1, b"\x00\x01a\x01b"),
     b"\x05" + frame(5, 4, 1, b"\x00\x00\x00\x02" + _OK) + frame(6, 1, 0, bytes(8)),
+    b"\x04" + frame(1, 4, 1, _OK_5) + frame(0, 8, 1, b"\x05hell"),
     b"\x06" + frame(1, 4, 1, _OK_5) + frame(0, 0, 1, b"hel") + frame(0, 1, 1, b"lo, and more"),
 )
 

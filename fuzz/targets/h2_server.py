@@ -45,6 +45,7 @@ SEEDS = (
     b"\x05" + frame(1, 4, 1, _PUT) + frame(1, 5, 1, _literal(b"t", b"v")) + frame(99, 7, 5, b"?"),
     b"\x05" + frame(1, 4, 1, _PUT) + frame(0, 9, 1, b"\x00hello") + frame(1, 0xC, 3, b"\x02" + _PUT + b"??"),
     b"\x01" + frame(1, 4, 1, _PUT) + frame(0, 8, 1, b"\x02he") + frame(0, 8, 1, b"\x03llo"),
+    b"\x03" + frame(1, 4, 1, _PUT) + frame(0, 8, 1, b"\x05hell"),
     b"\x06" + frame(1, 4, 1, _PUT) + frame(0, 0, 1, b"hell") + frame(0, 1, 1, b"much too long"),
 )
 
