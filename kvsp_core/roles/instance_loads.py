@@ -18,7 +18,7 @@ from kvsp_core.container_header import ContainerHeader
 from kvsp_core.errors import RemoteProtocolError
 from kvsp_core.identity import CompatibilityDescriptor, component_id
 from kvsp_core.index_parts import IndexParts
-from kvsp_core.limits import MAX_MEASURED_LINKS, UNREACHABLE_MS
+from kvsp_core.limits import MAX_LEASE_TTL_MS, MAX_MEASURED_LINKS, UNREACHABLE_MS
 from kvsp_core.machines import prefetch, prefetch_load, retrieval, shared_leases
 from kvsp_core.machines.prefetch import PrefetchTable
 from kvsp_core.machines.shared_leases import SharedLeases
@@ -275,6 +275,8 @@ class Loads:
                 refused = prefetch_load.LeaseRefused(holder, None)
                 self._lease_news.append(prefetch.LoadReport(job, refused))
             case prefetch_load.AcquireLease(holder, ttl_ms):
+                # Longer is granted nowhere, and what takes longer has a new lease asked for on the way.
+                ttl_ms = min(ttl_ms, MAX_LEASE_TTL_MS)
                 ahead = self.table.next_from(job, holder, self._leases.room_at(holder))
                 want = shared_leases.Want(load=job, holder=holder, block_key=key, ttl_ms=ttl_ms, ahead=ahead)
                 self._lease(self._leases.handle(want, now_ms), now_ms)

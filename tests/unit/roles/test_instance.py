@@ -9,6 +9,7 @@ from kvsp_core.block_keys import block_keys
 from kvsp_core.bodies import decode
 from kvsp_core.ext_messages import AttendRequest, OutputEnd, OutputRequest
 from kvsp_core.index_parts import IndexParts
+from kvsp_core.limits import MAX_LEASE_TTL_MS
 from kvsp_core.messages import (
     DirectiveStatus,
     FetchRange,
@@ -474,6 +475,15 @@ def test_a_long_prefix_is_leased_at_once_and_given_back_where_its_directive_ends
     assert (world.calls(CreateLease), world.calls(ReleaseLease)) == ([], [])
     world.later(500)  # the directive's deadline
     assert len(world.calls(ReleaseLease)) == 1
+
+
+@pytest.mark.requirement("PF-3", "LE-3")
+def test_no_lease_is_asked_for_that_is_longer_than_holders_grant() -> None:
+    world = World()
+    world.ask(PC, PrefetchBlocks(), directive(*KEYS, lease_ms=600_000, deadline_ms=600_000))
+    world.answer_lookups(*KEYS)
+    ((_, lease),) = world.calls(CreateLease)
+    assert decode(LeaseRequest, lease.call.body).ttl_ms == MAX_LEASE_TTL_MS  # type: ignore[arg-type]
 
 
 @pytest.mark.requirement("PF-3")
