@@ -10,7 +10,8 @@ import pytest
 
 from kvsp_services.config import read_config
 from kvsp_services.metrics import Metrics
-from kvsp_services.process import MAX_REBUILDS, running
+from kvsp_services.process import running
+from kvsp_services.running_role import MAX_REBUILDS
 from kvsp_services.stores.sealing import StorageError
 from tests.adapters.services.cluster import Cluster
 
