@@ -283,8 +283,12 @@ def _without_adapters(descriptor: CompatibilityDescriptor) -> CompatibilityDescr
 def _difference(own: CompatibilityDescriptor, expected: CompatibilityDescriptor) -> str:
     """Return in one line how two descriptors differ: the first member, and both its values."""
     mine, theirs = own.members(), expected.members()
-    # The digest last: where the weights are others, something that says more often is as well.
-    names = sorted(mine.keys() | theirs.keys(), key=lambda name: (name.endswith("_digest"), name))
+    ours = own.other_members.keys() | expected.other_members.keys()
+    # The digest last: where the weights are others, something that says more often is as well. What the
+    # protocol names comes before what this project adds to it.
+    names = sorted(
+        mine.keys() | theirs.keys(), key=lambda name: (name.endswith("_digest"), name in ours, name)
+    )
     for name in names:
         if mine.get(name) != theirs.get(name):
             has, wants = mine.get(name, "nothing"), theirs.get(name, "nothing")

@@ -223,5 +223,5 @@ def test_an_adapter_that_the_deployment_does_not_know_is_named(
     sharing = Sharing(own, key_file, [known])
     assert sharing.of(fakes.request(lora_request=adapter(tmp_path)))[1] == known
     for lora in (None, adapter(tmp_path, b"unknown")):
-        with pytest.raises(NotShared, match=r"^adapter"):
+        with pytest.raises(NotShared, match=r"^adapters: this engine has "):
             sharing.of(fakes.request(lora_request=lora))
