@@ -9,7 +9,7 @@ the fewest tokens of the context, which computes them (RS-6). The protocol of it
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from typing import TypeAlias, assert_never
+from typing import Final, TypeAlias, assert_never
 
 import attrs
 
@@ -66,6 +66,8 @@ class AbortCall:
     version: int
 
 
+_MOST_DOUBLINGS: Final = 4
+
 ReshardCall: TypeAlias = PlanCall | CommitCall | AbortCall
 
 
@@ -78,6 +80,8 @@ class _Group:
     state: m.State
     coming: MapContext | None = None
     """The context as the change under way splits it; it takes the other's place when that is decided."""
+    failures: int = 0
+    """Calls in a row that led nowhere: the next are made after a while that doubles."""
 
 
 class ShardMaps:
@@ -265,12 +269,16 @@ class ShardMaps:
                         event = m.AbortAnswered(instance, version)
                 case _:
                     assert_never(call)
-        self._apply(call.map, event, now_ms)
+        group = self._groups[call.map]
+        retry_ms = self._retry_ms << group.failures
+        failed = isinstance(event, m.CallFailed)
+        group.failures = min(group.failures + 1, _MOST_DOUBLINGS) if failed else 0
+        self._apply(call.map, event, now_ms, retry_ms)
 
-    def _apply(self, map_id: str, event: m.Event, now_ms: int) -> None:
+    def _apply(self, map_id: str, event: m.Event, now_ms: int, retry_ms: int = RESHARD_RETRY_MS) -> None:
         group = self._groups.get(map_id)
         if group is not None:
-            state, effects = m.transition(group.state, event, now_ms)
+            state, effects = m.transition(group.state, event, now_ms, retry_ms=retry_ms)
             self._enter(map_id, group, state, effects, now_ms)
 
     def _enter(
@@ -339,10 +347,10 @@ class ShardMaps:
         """Give the ranges of lost members to whoever holds least; wait where nobody can take them."""
         assert isinstance(group.state, m.Stable)
         self._unrepaired[map_id] = None
+        owed = _owed(group)
         assignable = (status.instance for status in self._fleet.assignable())
-        held = dict.fromkeys((name for name in assignable if self._may_take(name, group.context)), 0)
-        for name in _owed(group) & held.keys():
-            del held[name]
+        able = (n for n in assignable if n not in owed and self._may_take(n, group.context))
+        held = dict.fromkeys(able, 0)
         for shard in group.state.map.shards:
             if shard.instance in held and shard.instance not in group.state.lost:
                 held[shard.instance] += shard.tokens[1] - shard.tokens[0]

@@ -252,6 +252,22 @@ def test_a_member_that_is_overloaded_is_told_again(group: Group) -> None:
     assert group.told() == {A: ReshardCommit(map="m1", commit=1)}
 
 
+@pytest.mark.requirement("RS-6")
+def test_a_member_that_does_not_answer_is_called_less_and_less_often(group: Group) -> None:
+    group.split(A)
+    group.answer_all()
+    gaps = []
+    for _ in range(7):
+        (call,) = group.calls.values()
+        group.give(CallFailed(group.calls.pop(call.call_id).call_id, "no connection"))
+        asked_ms = group.now_ms
+        while not group.told():
+            group.report(A, ttl_ms=60_000)
+            group.pass_time(250)
+        gaps.append(group.now_ms - asked_ms)
+    assert gaps == [500, 1_000, 2_000, 4_000, 8_000, 8_000, 8_000]
+
+
 def test_a_first_split_that_is_given_up_keeps_its_version(group: Group) -> None:
     group.split(A)
     group.answer_all(409)
