@@ -16,7 +16,7 @@ side is `reshard_member`, what both compute with `reshard_plan`.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from enum import Enum
 from typing import Final, TypeAlias, assert_never
 
@@ -462,7 +462,9 @@ def _abort(state: Preparing, reason: str, *, asking: bool = False) -> _Result:
 def _commit_answered(state: State, instance: str, accepted: bool) -> _Result:
     """A member has heard of the current version. Where it was waited for or asked, its answer also says
     whether it holds its ranges; who is owed an abort stays lost until it has heard of that."""
-    state, effects = _acknowledged(state, instance, state.map.version)
+    version = state.map.version
+    heard = (one for one in state.owed if one.instance == instance and one.version <= version)
+    state, effects = _acknowledged(state, heard)
     match state:
         case Committing(waiting=waiting) if instance in waiting:
             state = attrs.evolve(state, waiting=waiting - {instance})
@@ -481,8 +483,7 @@ def _commit_answered(state: State, instance: str, accepted: bool) -> _Result:
 def _abort_answered(state: State, instance: str, version: int) -> _Result:
     if isinstance(state, Aborting) and version == state.highest:
         state = attrs.evolve(state, waiting=state.waiting - {instance})
-    late = version <= state.map.version  # what is owed since is a commit
-    return _settled(*((state, ()) if late else _acknowledged(state, instance, version)))
+    return _settled(*_acknowledged(state, (Owed(instance, version),)))
 
 
 def _member_lost(state: State, instance: str) -> _Result:
@@ -511,11 +512,9 @@ def _owed_instances(owed: frozenset[Owed]) -> frozenset[str]:
     return frozenset(one.instance for one in owed)
 
 
-def _acknowledged(state: State, instance: str, version: int) -> _Result:
-    """Take note that a member knows of this decision, where it was owed that one."""
-    left = frozenset(
-        one for one in state.owed if one.instance != instance or _due_version(state, one) != version
-    )
+def _acknowledged(state: State, heard: Iterable[Owed]) -> _Result:
+    """Take note of what is owed no more."""
+    left = state.owed.difference(heard)
     if left == state.owed:
         return state, ()
     state = attrs.evolve(state, owed=left)
@@ -528,11 +527,6 @@ def _quiet(state: Stable) -> Stable:
     """Call nobody again that is owed nothing."""
     failed = state.failed & _owed_instances(state.owed)
     return attrs.evolve(state, failed=failed, retry_at_ms=state.retry_at_ms if failed else None)
-
-
-def _due_version(state: State, owed: Owed) -> int:
-    """Return the version whose commit or abort a member is owed."""
-    return max(owed.version, state.map.version)
 
 
 def _told_again(state: State, instance: str) -> tuple[Commit | Abort, ...]:
@@ -582,8 +576,7 @@ def _call_failed(state: State, instance: str, version: int, retry_at_ms: int) ->
             concerned = instance in (state.waiting if version == state.highest else state.asking)
         case _:
             concerned = version == state.highest and instance in state.waiting
-    owed = any(one.instance == instance and _due_version(state, one) == version for one in state.owed)
-    if not concerned and not owed:
+    if not concerned and instance not in _owed_instances(state.owed):
         return state
     due = retry_at_ms if state.retry_at_ms is None else state.retry_at_ms
     return attrs.evolve(state, failed=state.failed | {instance}, retry_at_ms=due)

@@ -339,6 +339,27 @@ def test_an_abort_that_is_owed_is_told_beside_a_later_attempt_and_is_covered_by_
 
 
 @pytest.mark.requirement("RS-6")
+@pytest.mark.parametrize("arrives", [True, False])
+def test_an_abort_on_its_way_while_the_next_attempt_commits_is_not_the_last_word(arrives: bool) -> None:
+    newcomer = "https://d.example/kvsp/"
+    given = (*THREE.shards[:2], attrs.evolve(THREE.shards[2], instance=newcomer))
+    state, _ = run(STABLE, Begin(shards=given, block_tokens=4, deadline_ms=200), MemberLost(newcomer))
+    state, _ = run(state, *(AbortAnswered(member, 5) for member in (A, B, C)))
+    state, effects = run(state, MemberBack(newcomer))
+    assert effects == (Abort(newcomer, 5),)
+    state, _ = run(state, BEGIN, *(PlanAnswered(member, 6, True) for member in (A, B, C)))
+    assert state.owed == {Owed(newcomer, 5)}
+    state, effects = run(state, AbortAnswered(newcomer, 5) if arrives else CallFailed(newcomer, 5))
+    if arrives:
+        assert state.owed == frozenset()
+    else:
+        state, effects = run(state, Timer(), now_ms=1500)
+        assert effects == (Commit(newcomer, 6),)
+        state, _ = run(state, CommitAnswered(newcomer, 6, False))
+        assert state.owed == frozenset()
+
+
+@pytest.mark.requirement("RS-6")
 def test_who_is_owed_an_abort_stays_lost_though_it_holds_its_ranges() -> None:
     state, _ = run(STABLE, BEGIN, MemberLost(C), AbortAnswered(A, 5), AbortAnswered(B, 5))
     later = Begin(shards=(Shard(tokens=(0, 96), instance=A),), block_tokens=4, deadline_ms=200)
