@@ -67,8 +67,8 @@ class Metrics:
                 self._gauges[name] = gauge
         gauge.set(value)
 
-    def took(self, name: str, seconds: float, **labels: str) -> None:
-        """Add a duration to the histogram ``kvsp_NAME_duration_seconds``."""
+    def timer(self, name: str, **labels: str) -> Callable[[float], None]:
+        """Return what adds a duration, in seconds, to the histogram ``kvsp_NAME_duration_seconds``."""
         with self._lock:
             histogram = self._histograms.get(name)
             if histogram is None:
@@ -81,7 +81,7 @@ class Metrics:
                 )
                 self._histograms[name] = histogram
             folded = {label: self._folded(name, label, value) for label, value in labels.items()}
-        (histogram.labels(**folded) if folded else histogram).observe(seconds)
+        return (histogram.labels(**folded) if folded else histogram).observe
 
     def _folded(self, metric: str, label: str, value: str) -> str:
         known = self._label_values.setdefault((metric, label), set())

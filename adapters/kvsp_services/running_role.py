@@ -166,7 +166,7 @@ class RunningRole:
         if self.generations is not None:
             self.generations.driver = driver
         if self.served is None:
-            self.served = ServedRole(driver)
+            self.served = ServedRole(driver, process.metrics.timer("request", role=self.name))
         else:
             self.served.driver = driver
         self.trouble = None

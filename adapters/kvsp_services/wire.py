@@ -5,6 +5,7 @@ It works on the networks of both pumps, `kvsp_asyncio` and `kvsp_trio`, which of
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
@@ -48,13 +49,14 @@ class ServerLink(Protocol):
 class _Exchange:
     """A request on its connection; see `ports.Incoming`."""
 
-    __slots__ = ("_link", "_stream_id", "client", "request")
+    __slots__ = ("_link", "_stream_id", "began", "client", "request")
 
     def __init__(self, link: ServerLink, stream_id: int, client: str, request: Request) -> None:
         self._link = link
         self._stream_id = stream_id
         self.client = client
         self.request = request
+        self.began = time.monotonic()
 
     def accept_body(self) -> None:
         self._link.http.accept_body(self._stream_id)
@@ -86,10 +88,14 @@ class _Exchange:
 
 
 class ServedRole:
-    """Hands the events of a role's connections to its driver, which may be replaced by another."""
+    """Hands the events of a role's connections to its driver, which may be replaced by another.
 
-    def __init__(self, driver: Driver) -> None:
+    `took` is told how long each request took, in seconds, from its head to the end of its answer.
+    """
+
+    def __init__(self, driver: Driver, took: Callable[[float], None] = lambda seconds: None) -> None:
         self.driver = driver
+        self._took = took
         self._principals: dict[ServerLink, str] = {}
         self._exchanges: dict[tuple[ServerLink, int], _Exchange] = {}
 
@@ -117,6 +123,7 @@ class ServedRole:
                     driver.body_ended(found)
             case ExchangeEnded(stream_id, complete, sent_bytes):
                 if over := self._exchanges.pop((link, stream_id), None):
+                    self._took(time.monotonic() - over.began)
                     driver.exchange_ended(over, complete=complete, sent_bytes=sent_bytes)
             case OutputReady(stream_id):
                 if found := self._exchanges.get((link, stream_id)):

@@ -18,7 +18,6 @@ class Reply:
     text: str = ""
     first_s: float = 0.0
     """Until the first piece of the answer."""
-    total_s: float = 0.0
     longest_wait_s: float = 0.0
     """Between two pieces."""
     prompt_tokens: int = 0
@@ -85,5 +84,4 @@ class Client:
                     once, then = then, None
                     once()
                     last = time.monotonic()
-        reply.total_s = time.monotonic() - began
         return reply

@@ -26,7 +26,7 @@ def test_what_roles_observe_is_counted() -> None:
 
 def test_durations_and_gauges() -> None:
     metrics = Metrics()
-    metrics.took("request", 0.003, role="index")
+    metrics.timer("request", role="index")(0.003)
     metrics.set("connections", 7)
     assert 'kvsp_request_duration_seconds_count{role="index"} 1.0' in shown(metrics)
     assert "kvsp_connections 7.0" in shown(metrics)

@@ -105,6 +105,7 @@ def test_an_index_serves_strangers_clients_and_stops_in_order(deployment: Deploy
         assert reader.get("nowhere").status_code == 404
         assert deployment.metric("kvsp_index_lookup_hits_total") == 1
         assert deployment.metric("kvsp_connections") == 2
+        assert deployment.metric('kvsp_request_duration_seconds_count{role="index"}') == 6
         assert deployment.stop() == 0
     events = [json.loads(line)["event"] for line in deployment.log.splitlines()]
     assert events[-2:] == ["draining", "safe to stop"]
