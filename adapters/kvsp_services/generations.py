@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import anyio
 from anyio.streams.memory import MemoryObjectSendStream
 
+from kvsp_core.errors import KVSPError
 from kvsp_core.records import Sampler
 from kvsp_core.roles import front_end as roles
 from kvsp_services.driver import Driver
@@ -95,11 +98,19 @@ class Generations:
 async def serve_api(
     app: Any, *, host: str, port: int, on_trio: bool, stopping: Callable[[], Awaitable[Any]]
 ) -> None:
-    """Serve an application until `stopping` returns, in plain HTTP."""
+    """Serve an application until `stopping` returns, in plain HTTP. Raises `KVSPError` where it cannot."""
     from hypercorn.config import Config
 
+    try:
+        sock = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise KVSPError(
+            f"[front_end]: the API cannot listen on {host}:{port}: {os.strerror(error.errno) if error.errno else error};"
+            " stop what listens there, or set api_port"
+        ) from None
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     settings = Config()
-    settings.bind = [f"{host}:{port}"]
+    settings.bind = [f"fd://{sock.detach()}"]
     settings.graceful_timeout = 3
     settings.accesslog = None
     settings.errorlog = None
