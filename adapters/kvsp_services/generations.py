@@ -104,9 +104,9 @@ async def serve_api(
     try:
         sock = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
+        why = os.strerror(error.errno) if error.errno else str(error)
         raise KVSPError(
-            f"[front_end]: the API cannot listen on {host}:{port}: {os.strerror(error.errno) if error.errno else error};"
-            " stop what listens there, or set api_port"
+            f"[front_end]: the API cannot listen on {host}:{port}: {why}; stop what listens there, or set api_port"
         ) from None
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     settings = Config()
