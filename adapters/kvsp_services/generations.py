@@ -106,7 +106,8 @@ async def serve_api(
     except OSError as error:
         why = os.strerror(error.errno) if error.errno else str(error)
         raise KVSPError(
-            f"[front_end]: the API cannot listen on {host}:{port}: {why}; stop what listens there, or set api_port"
+            f"[front_end]: the API cannot listen on {host}:{port}: {why};"
+            " stop what listens there, or set api_port"
         ) from None
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     settings = Config()
