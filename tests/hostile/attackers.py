@@ -97,11 +97,18 @@ Attack = Callable[[Target, int], Callable[[], None]]
 """Sets out with so many connections; what it returns goes on until the target says stop."""
 
 
+def still_there(one: socket.socket) -> None:
+    """Look whether the server has ended a connection, which is then an `OSError`."""
+    with contextlib.suppress(BlockingIOError):
+        if not one.recv(1, socket.MSG_DONTWAIT):
+            raise ConnectionResetError
+
+
 def half_open(target: Target, count: int) -> Callable[[], None]:
     """Connections on which nothing is ever said."""
     for _ in range(count):
         target.plain()
-    return lambda: target.each(lambda one: None, 0.5)
+    return lambda: target.each(still_there, 0.5)
 
 
 def slow_handshake(target: Target, count: int) -> Callable[[], None]:
