@@ -222,7 +222,8 @@ RESUME_LOAD_MS: Final = 12_000
 """How long an instance loads the blocks of a session it resumes; what is missing then is computed."""
 
 RESUME_WAIT_MS: Final = 30_000
-"""How long a session waits for an instance that can resume it; then it has failed."""
+"""How long a session waits for an instance that can resume it; then it has failed. Time in line, behind other
+sessions that have lost theirs, does not count."""
 
 MAX_RESUME_ATTEMPTS: Final = 4
 """Instances asked in a row to resume a session; when the last has not confirmed it has failed."""
@@ -277,7 +278,8 @@ MAX_SESSIONS: Final = 100_000
 """Sessions a controller knows at a time, ended ones that are kept included; one more is 503."""
 
 MAX_CONCURRENT_RESUMES: Final = 32
-"""Sessions that a controller fails over at a time; the others wait for their turn."""
+"""Sessions that a controller fails over at a time, at most half of them without being asked about; the others
+wait for their turn."""
 
 MAX_PENDING_PLACEMENTS: Final = 4096
 """Requests that wait for an answer of the index or for an instance; one more is 503."""
