@@ -138,7 +138,7 @@ class _Bound(click.ParamType):  # type: ignore[type-arg]
 )
 @click.option("--timers", type=_Bound(), default=None, help="Timers that go off in one timeline.")
 @click.option("--switches", type=_Bound(), default=None,
-              help="How often another node acts while the one that acts has more to take.")  # fmt: skip
+              help="How often a node acts out of turn.")  # fmt: skip
 @click.option("--max-states", type=click.IntRange(min=1), default=5_000_000, show_default=True)
 def explore_command(
     configuration: str,

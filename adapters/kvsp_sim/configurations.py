@@ -25,6 +25,10 @@ from kvsp_sim.witness import Witness
 __all__ = ["CONFIGURATIONS", "Configuration"]
 
 
+_ONCE: Final = ("ext/placements", "ext/sessions/", "leases")
+"""Where a POST makes something new: a placement, a stream, a lease."""
+
+
 @attrs.frozen(kw_only=True)
 class Configuration:
     """A cluster to explore: what it is, its usual bounds, and how it is built for so many members."""
@@ -95,7 +99,7 @@ def _session(
             group.controller,
             witness=witness,
             can_crash=crashes == "controller",
-            once=("ext/placements",),
+            once=_ONCE,
         )
     ]
     nodes += [
@@ -107,7 +111,7 @@ def _session(
             lives=lives,
             engine=group.engine,
             waits=frozenset({"_draw"}),
-            once=("ext/sessions/",),
+            once=_ONCE,
             absent=frozenset({ABSENT}),
             patient=True,
             parts_from=(CONTROLLER, FRONT_END) if name == group.instances[0] else (),
@@ -119,6 +123,7 @@ def _session(
             FRONT_END,
             group.front_end,  # type: ignore[arg-type]
             witness=witness,
+            once=_ONCE,
             own_effects=USER_EFFECTS,
             begin=partial(ask, group.output),
             only_asks=True,
@@ -176,12 +181,12 @@ def _lease(members: int) -> tuple[Sequence[ExploredNode], Properties]:
             local=(LeasesHold(),),
             can_crash=True,
             tiers=(TIER,),
-            once=("leases",),
+            once=_ONCE,
             surviving=(TIER,),
         ),
-        ExploredNode(seeker, lambda _: RoomSeeker(seeker), witness=witness),
+        ExploredNode(seeker, lambda _: RoomSeeker(seeker), witness=witness, once=_ONCE),
     ]
-    nodes += [ExploredNode(names[n], partial(client, n), witness=witness) for n in range(members)]
+    nodes += [ExploredNode(names[n], partial(client, n), witness=witness, once=_ONCE) for n in range(members)]
     return nodes, properties
 
 

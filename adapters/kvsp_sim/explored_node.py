@@ -220,11 +220,11 @@ class ExploredNode:
     One that `can_crash` starts again, until it has had so many `lives`.
     `tiers` hold `blocks` at first; those in `surviving` outlive a crash. What storage and engine do is done
     at once, but for what the engine does under a name in `waits`, which is an event of its own. A POST whose
-    path begins with one of `once` arrives once at most: HTTP does not send it again by itself, and each
-    arrival makes something new. A call to a peer in `absent` fails at once. `own_effects` says what to do
-    with effects that only this role has. `begin` is called once, when all nodes have started and said what
-    they say at first. A node that `only_asks` gets no requests. The timers of one that is `patient` go off
-    only where nothing else can happen. A partition may separate it from one of `parts_from`.
+    path begins with one of `once`, the same for all nodes, arrives once at most: HTTP does not send it again
+    by itself, and each arrival makes something new. A call to a peer in `absent` fails at once. `own_effects`
+    says what to do with effects that only this role has. `begin` is called once, when all nodes have started
+    and said what they say at first. A node that `only_asks` gets no requests. The timers of one that is
+    `patient` go off only where nothing else can happen. A partition may separate it from one of `parts_from`.
     """
 
     def __init__(
@@ -609,7 +609,7 @@ class ExploredNode:
             return
         request = request_on_wire(effect.request, len(body))
         number = effect.call_id
-        if request.method == "POST":
+        if request.method == "POST" and request.path.startswith(self._once):
             self.posts += 1
             number = self.posts
         question = Question(self.base_uri, effect.base_uri, self.life, number, request, body)

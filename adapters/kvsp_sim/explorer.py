@@ -72,8 +72,9 @@ class Bounds:
     timers: int | None = 0
     """None: any number."""
     switches: int | None = None
-    """How often another node acts before the one that does has taken what has arrived for it; None: any
-    number."""
+    """How often a node acts out of turn; None: any number. Turns go round, and a node keeps its own while
+    something has arrived for it or is under way in it. Faults know no turns, nor does what happens where
+    nobody has one."""
     last_crash_last: bool = False
     """Whether the last crash comes after the partitions only."""
 
@@ -219,14 +220,16 @@ class _Search:
             yield from self._next_in_turn(state, left)
 
     def _next_in_turn(self, state: State, left: Left) -> Iterator[tuple[State | Broken, int, Event | int]]:
-        """Go through what may happen next where it is bounded how often another node acts."""
-        busy = left.acts >= 0 and self._is_busy(state, left.acts)
-        for place in range(self._count):
-            switches = left.switches - (busy and place != left.acts)  # type: ignore[operator]
+        """Go through what may happen next where it is bounded how often somebody acts out of turn."""
+        count = self._count
+        around = [place % count for place in range(max(0, left.acts), max(0, left.acts) + count)]
+        turn = next((place for place in around if self._is_busy(state, place)), None)
+        for place in around:
+            switches = left.switches - (turn is not None and place != turn)  # type: ignore[operator]
             if switches >= 0:
                 yield from self._next_at(state, place, left._replace(switches=switches, acts=place))
             else:
-                yield from self._next_at(state, place, left, only_crashes=True)
+                yield from self._next_at(state, place, left, only_faults=True)
 
     def _is_busy(self, state: State, place: int) -> bool:
         """Return whether something has arrived for a node, or is under way in it."""
@@ -234,20 +237,20 @@ class _Search:
         if any(type(event) in (Persisted, Pending) for event in space.own[number]):
             return True
         arriving = self._sets.all[state[self._count]] & self.messages.to[place] & ~self.messages.lates
-        return any(space.outcome(number, message) is not None for message in bits(arriving))
+        return any(self._after(state, place, message, state[-1]) is not None for message in bits(arriving))
 
     def _next_at(
-        self, state: State, place: int, left: Left, *, only_crashes: bool = False
+        self, state: State, place: int, left: Left, *, only_faults: bool = False
     ) -> Iterator[tuple[State | Broken, int, Event | int]]:
         number = state[place]
         for event in self.spaces[place].own[number]:
-            if only_crashes and type(event) is not Crash:
-                continue
             for after_left in self._costs(place, number, event, left):
+                if only_faults and after_left is left:
+                    continue
                 after = self._after(state, place, event, self._lefts.number(after_left))
                 if after is not None:
                     yield after, place, event
-        if only_crashes:
+        if only_faults:
             return
         number_left = self._lefts.number(left)
         for message in bits(self._sets.all[state[self._count]] & self.messages.to[place]):
