@@ -243,8 +243,14 @@ CONFIGURATIONS: Final[Mapping[str, Configuration]] = MappingProxyType(
             build=partial(_session, "controller"),
         ),
         "session-failures": Configuration(
-            about="a session whose instances fail: one crashes, the first is cut off, then one crashes",
-            bounds=Bounds(crashes=2, partitions=1, switches=0, last_crash_last=True),
+            about="a session of one token; an instance crashes, and the first is cut off",
+            bounds=Bounds(crashes=1, partitions=1, switches=0),
+            members=2,
+            build=partial(_session, "instances", output=1, lives=2),
+        ),
+        "session-crashes": Configuration(
+            about="a session of one token, each of whose instances crashes",
+            bounds=Bounds(crashes=2, switches=0),
             members=2,
             build=partial(_session, "instances", output=1, lives=2),
         ),

@@ -13,7 +13,7 @@ What can make no difference any more is left out of the state, so that fewer are
   later is looked at in the end, for every state that the node came to; if so, all is explored once more, and
   the question stays.
 - When a question arrives that may arrive again and changes nothing at its node: it arrives at once, as any
-  answer may be late and may never arrive. A GET changes nothing, so all the answers it may get are there.
+  answer may be late and may never arrive. A GET of a node that only asks has all the answers it may get.
 - Once no crash can come, a node that only asks, waits for one answer and can take the next part of it, does
   so before anything else happens: nothing that others do can take that part away, and what they do is the
   same before it and after. Whether the call fails instead is tried too.
@@ -75,8 +75,6 @@ class Bounds:
     """How often a node acts out of turn; None: any number. Turns go round, and a node keeps its own while
     something has arrived for it or is under way in it. Faults know no turns, nor does what happens where
     nobody has one."""
-    last_crash_last: bool = False
-    """Whether the last crash comes after the partitions only."""
 
 
 @attrs.frozen
@@ -150,7 +148,6 @@ class _Search:
         left = self._lefts.number(
             Left(bounds.crashes, bounds.partitions, bounds.losses, bounds.timers, bounds.switches)
         )
-        self._last_crash_last = bounds.last_crash_last
         self.first: State = self._begun(nodes, left)
         self._only_ask = [place for place, node in enumerate(nodes) if node.only_asks]
         self._have_users = [p for p in self._only_ask if self.spaces[p].waiting[self.first[p]]]
@@ -276,8 +273,7 @@ class _Search:
         """Return what is left after an event, for each budget that allows it."""
         kind = type(event)
         if kind is Crash:
-            waits = left.crashes == 1 and left.partitions and self._last_crash_last
-            return (left._replace(crashes=left.crashes - 1),) if left.crashes and not waits else ()
+            return (left._replace(crashes=left.crashes - 1),) if left.crashes else ()
         if kind is Timer:
             if self._nodes[place].patient:
                 return ()

@@ -142,7 +142,7 @@ class MessageSpace:
         self.safe = 0
         """Bits of the questions that change nothing."""
         self.repeatable = 0
-        """Bits of the questions that may arrive again, or change nothing."""
+        """Bits of the questions that arrive at once where they change nothing."""
         self.lates = 0
         """Bits of those questions whose call is over, without their call."""
         self._late: dict[int, int] = {}
@@ -165,13 +165,15 @@ class MessageSpace:
         number = self._new(message, message.target)
         self.answers[number] = 0
         self.about.append((self._place.get(message.source, -1), number, -1))
-        if message.request.method == "GET":
+        target, source = self._place.get(message.target), self._place.get(message.source)
+        safe = message.request.method == "GET"
+        if safe:
             self.safe |= 1 << number
+        if safe or (target is not None and self._nodes[target].arrives_once(message)):
             self.once |= 1 << number
-        target = self._place.get(message.target)
-        if target is not None and self._nodes[target].arrives_once(message):
-            self.once |= 1 << number
-        elif target is not None:
+        # Where many ask, each for answers of its own, it is fewer states to tell apart when a GET arrives.
+        asks = source is not None and self._nodes[source].only_asks
+        if target is not None and (asks if safe else not self.once >> number & 1):
             self.repeatable |= 1 << number
         return number
 

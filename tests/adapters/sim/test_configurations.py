@@ -19,6 +19,7 @@ FULL = [
     "session-partition",
     "session-controller",
     "session-failures",
+    "session-crashes",
     "lease",
 ]
 
