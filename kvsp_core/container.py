@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Final, Protocol, TypeAlias
+from typing import Final, TypeAlias
 
 import attrs
 
@@ -34,7 +34,6 @@ __all__ = [
     "BlockRefused",
     "ContainerError",
     "ContainerHeader",
-    "Digest",
     "HeaderArrived",
     "IncomingBlock",
     "LayerArrived",
@@ -182,18 +181,6 @@ class BlockRefused:
     problem: Problem
 
 
-class Digest(Protocol):
-    """What computes a digest of octets, such as ``hashlib.sha256()``."""
-
-    def update(self, data: memoryview, /) -> object:
-        """Take more octets."""
-        ...
-
-    def digest(self) -> bytes:
-        """Return the digest of all octets so far."""
-        ...
-
-
 BlockEvent: TypeAlias = HeaderArrived | LayerArrived | BlockArrived | BlockRefused
 
 
@@ -217,8 +204,7 @@ class IncomingBlock:
     - `layer_digests`: the digest of every layer of the block, hex32; a layer with another one is refused.
     - `size_bytes`: the size the sender declared (Content-Length).
     - `max_size_bytes`: a larger container is refused as soon as its header shows it.
-    - `sha256`: what computes the digest of the container too, for Repr-Digest: a fresh ``hashlib.sha256()``,
-      or one that works elsewhere. Its octets stay as they are until its `digest` has been asked for.
+    - `with_sha256`: whether to compute the digest of the container too, for Repr-Digest.
 
     What a peer sent wrongly is a `BlockRefused`, at the earliest octet that shows it, and is the last
     event; the same octets give the same events however they are split. Raises `ContainerError` where the
@@ -235,7 +221,7 @@ class IncomingBlock:
         layer_digests: Sequence[str] | None = None,
         size_bytes: int | None = None,
         max_size_bytes: int = MAX_CONTAINER_BYTES,
-        sha256: Digest | None = None,
+        with_sha256: bool = False,
     ) -> None:
         own = None if buffer is None else memoryview(buffer).cast("B")[:max_size_bytes]
         room = max_size_bytes if own is None else own.nbytes
@@ -244,7 +230,7 @@ class IncomingBlock:
         self._staged = own is None
         self._acquire = acquire
         self._expected = None if layer_digests is None else tuple(layer_digests)
-        self._sha256 = sha256
+        self._sha256 = hashlib.sha256() if with_sha256 else None
         self._layer_hash = hashlib.sha256()
         self._digests: list[str] = []
         self._bounds: tuple[tuple[int, int, int], ...] = ()

@@ -97,9 +97,7 @@ class OutgoingCall:
         limit = call.limit_bytes if call.limit_bytes is not None else MAX_DOCUMENT_BYTES
         try:
             if response.is_success and call.form is AnswerForm.BLOCK and self._target is not None:
-                self._receiver = ContainerReceiver(
-                    self._target, limit, response.content_length, self._loop.in_thread
-                )
+                self._receiver = ContainerReceiver(self._target, limit, response.content_length)
                 if self._exchange is not None:
                     self._exchange.receive_into(self._free)
             elif response.is_success and call.form is AnswerForm.LINES:

@@ -234,9 +234,7 @@ class Driver:
         self._last_request += 1
         number = self._last_request
         self._numbers[id(exchange)] = number
-        self._requests[number] = IncomingRequest(
-            number, exchange, self.handle, self._loop.in_thread, ended=ended
-        )
+        self._requests[number] = IncomingRequest(number, exchange, self.handle, ended=ended)
         self.handle(RequestReceived(number, exchange.client, exchange.request))
 
     def data_received(self, exchange: Incoming, data: memoryview) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import threading
-from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Final, TypeAlias
+from collections.abc import Sequence
+from typing import Final
 
 from kvsp_core.container import (
     BlockArrived,
@@ -20,22 +17,10 @@ from kvsp_core.container_header import ContainerError, ContainerHeader
 from kvsp_core.problems import BAD_REQUEST, TOO_LARGE, Problem
 from kvsp_services.buffers import BlockBuffer
 
-__all__ = [
-    "MAX_LINE_BYTES",
-    "ContainerReceiver",
-    "DocumentReceiver",
-    "InThread",
-    "LineReceiver",
-    "Refusal",
-    "SharedSHA256",
-]
+__all__ = ["MAX_LINE_BYTES", "ContainerReceiver", "DocumentReceiver", "LineReceiver", "Refusal"]
 
 MAX_LINE_BYTES: Final = 1 << 20
 _NOWHERE: Final = memoryview(b"")
-_WORTH_SHARING_BYTES: Final = 256 << 10
-
-InThread: TypeAlias = Callable[[object, Callable[[], None]], None]
-"""Runs work in another thread; work of one order in the order given (see `ports.Loop.in_thread`)."""
 
 
 class Refusal(Exception):
@@ -70,53 +55,13 @@ class DocumentReceiver:
         return bytes(self._octets)
 
 
-class SharedSHA256:
-    """A SHA-256 of large pieces that another thread hashes where it comes to it, and whoever wants the digest
-    where it does not: nobody waits for longer than one piece takes.
-
-    The pieces are hashed in place, so they have to stay as they are until then.
-    """
-
-    def __init__(self, in_thread: InThread) -> None:
-        self._in_thread = in_thread
-        self._sha256 = hashlib.sha256()
-        self._pieces: deque[memoryview] = deque()
-        self._fresh_bytes = 0
-        self._lock = threading.Lock()
-
-    def update(self, data: memoryview) -> None:
-        """Take octets; the thread is asked for help once there are enough to be worth it."""
-        self._pieces.append(data)
-        self._fresh_bytes += data.nbytes
-        if self._fresh_bytes >= _WORTH_SHARING_BYTES:
-            self._fresh_bytes = 0
-            self._in_thread(self, self._hash)
-
-    def digest(self) -> bytes:
-        """Hash what is left, and return the digest."""
-        self._hash()
-        return self._sha256.digest()
-
-    def _hash(self) -> None:
-        with self._lock:
-            while self._pieces:
-                self._sha256.update(self._pieces.popleft())
-
-
 class ContainerReceiver:
     """Decodes a container into a buffer as it arrives, and tells of each layer.
 
-    `sha256` is the digest of the container, hex32, once `end` has returned. With `in_thread`, which runs work
-    in another thread, that one shares the hashing.
+    `sha256` is the digest of the container, hex32, once `end` has returned.
     """
 
-    def __init__(
-        self,
-        buffer: BlockBuffer,
-        limit_bytes: int,
-        declared_bytes: int | None,
-        in_thread: InThread | None = None,
-    ) -> None:
+    def __init__(self, buffer: BlockBuffer, limit_bytes: int, declared_bytes: int | None) -> None:
         self._buffer = buffer
         self._digests: list[str] = []
         self.sha256 = ""
@@ -126,7 +71,7 @@ class ContainerReceiver:
                 acquire=buffer.acquire,
                 size_bytes=declared_bytes,
                 max_size_bytes=limit_bytes,
-                sha256=hashlib.sha256() if in_thread is None else SharedSHA256(in_thread),
+                with_sha256=True,
             )
         except ContainerError as error:
             raise Refusal(error.problem) from None

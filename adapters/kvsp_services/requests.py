@@ -22,7 +22,7 @@ from kvsp_core.roles.role import (
 )
 from kvsp_services.buffers import BlockBuffer
 from kvsp_services.ports import Incoming
-from kvsp_services.receivers import ContainerReceiver, DocumentReceiver, InThread, Refusal
+from kvsp_services.receivers import ContainerReceiver, DocumentReceiver, Refusal
 
 __all__ = ["IncomingRequest"]
 
@@ -33,22 +33,15 @@ class IncomingRequest:
     """Takes in the body of one request when the role asks for it, and sends what the role answers.
 
     Octets that come before the role has asked wait here, at most the peer's window of them: they are
-    acknowledged when they are taken in. `tell` hands an input to the role, `in_thread` is the loop's.
+    acknowledged when they are taken in. `tell` hands an input to the role.
     """
 
     def __init__(
-        self,
-        number: int,
-        exchange: Incoming,
-        tell: Callable[[Input], None],
-        in_thread: InThread,
-        *,
-        ended: bool,
+        self, number: int, exchange: Incoming, tell: Callable[[Input], None], *, ended: bool
     ) -> None:
         self.exchange = exchange
         self._number = number
         self._tell = tell
-        self._in_thread = in_thread
         self._ended = ended
         self._early = bytearray()
         self._receiver: DocumentReceiver | ContainerReceiver | None = None
@@ -95,7 +88,7 @@ class IncomingRequest:
         """Take the body in as a container, into a buffer."""
         self._buffer = effect.buffer
         declared = self.exchange.request.content_length
-        self._receive(lambda: ContainerReceiver(buffer, effect.limit_bytes, declared, self._in_thread))
+        self._receive(lambda: ContainerReceiver(buffer, effect.limit_bytes, declared))
 
     def _receive(self, make: Callable[[], DocumentReceiver | ContainerReceiver]) -> None:
         if self._body_done:

@@ -190,7 +190,7 @@ class Exchange:
         call, caller = self.call, self.caller
         assert call.buffer is not None
         try:
-            incoming = IncomingBlock(max_size_bytes=call.limit_bytes or len(body), sha256=hashlib.sha256())
+            incoming = IncomingBlock(max_size_bytes=call.limit_bytes or len(body), with_sha256=True)
             events = (*incoming.receive_data(body), *(() if incoming.ended else incoming.receive_eof()))
         except RemoteProtocolError:
             events = (BlockRefused(Problem(BAD_REQUEST, "")),)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-
 from kvsp_core.container import (
     BlockArrived,
     BlockRefused,
@@ -40,7 +38,7 @@ def _events(data: bytes, step: int) -> tuple[list[object], IncomingBlock]:
         assert size <= MAX_SIZE_BYTES, "memory was asked for beyond the limit"
         return bytearray(size)
 
-    block = IncomingBlock(acquire=acquire, max_size_bytes=MAX_SIZE_BYTES, sha256=hashlib.sha256())
+    block = IncomingBlock(acquire=acquire, max_size_bytes=MAX_SIZE_BYTES, with_sha256=True)
     events: list[object] = []
     for start in range(0, len(data), step):
         events += block.receive_data(data[start : start + step])

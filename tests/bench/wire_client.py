@@ -1,8 +1,7 @@
 """A client to measure: ``python -m tests.bench.wire_client KIND PORT FOLDER PATH COUNT AT_ONCE [--verify]``.
 
 Prints seconds, CPU seconds and octets. With ``--verify`` every block goes through the receiver of the
-services: decoded into pooled memory, SHA-256 of the whole for Repr-Digest, which threads share, and of each
-layer.
+services: decoded into pooled memory, SHA-256 of the whole for Repr-Digest and of each layer.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import kvsp_trio
 from kvsp_core.heads import Request
 from kvsp_h2 import Credentials, DataPlaced, DataReceived, Event, ExchangeEnded, ResponseReceived, WireLimits
 from kvsp_services.buffers import BlockBuffer, BufferPool
-from kvsp_services.loops import Workers
 from kvsp_services.receivers import ContainerReceiver
 from tests.bench.wire_plain import PlainClient
 from tests.bench.wire_server import LAYERS, run
@@ -30,9 +28,8 @@ from tests.bench.wire_server import LAYERS, run
 class Fetching:
     """Fetches a path a number of times, some at a time, into pooled memory."""
 
-    def __init__(self, pool: Any, workers: Workers, path: str, count: int, *, verify: bool) -> None:
+    def __init__(self, pool: Any, path: str, count: int, *, verify: bool) -> None:
         self.memory = BufferPool()
-        self.in_thread = workers.submit
         self._pool = pool
         self._request = Request(method="GET", path=path)
         self._left = count
@@ -103,8 +100,7 @@ class _Verified:
             self.call.acknowledge(event.data.nbytes)
         elif isinstance(event, ResponseReceived):
             self._digest = event.response.repr_digest
-            size = event.response.content_length
-            self._receiver = ContainerReceiver(self._buffer, 1 << 30, size, self._fetching.in_thread)
+            self._receiver = ContainerReceiver(self._buffer, 1 << 30, event.response.content_length)
             self.call.receive_into(lambda: self._receiver.free)
         elif isinstance(event, DataPlaced):
             self._receiver.placed(event.size_bytes)
@@ -146,17 +142,15 @@ def main() -> None:
         limits = WireLimits(stream_window_bytes=4 << 20, connection_window_bytes=32 << 20)
         async with module.open_network() as network:
             pool = network.service(credentials, base_uri, limits=limits)
-            workers = Workers()
-            warm = Fetching(pool, workers, given.path, 1, verify=given.verify)
+            warm = Fetching(pool, given.path, 1, verify=given.verify)
             warm.fetch()
             await warm.done.wait()
             start()
-            fetching = Fetching(pool, workers, given.path, given.count, verify=given.verify)
+            fetching = Fetching(pool, given.path, given.count, verify=given.verify)
             for _ in range(given.at_once):
                 fetching.fetch()
             await fetching.done.wait()
             report(fetching.received)
-            workers.close()
 
     async def plain() -> None:
         context = _context(folder)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -73,7 +71,7 @@ def test_both_tell_the_same_of_any_octets_in_any_split(
         return memoryview(pair[0]), memoryview(pair[1])
 
     size = len(octets) if declares else None
-    whole = IncomingBlock(size_bytes=size, max_size_bytes=4096, sha256=hashlib.sha256())
+    whole = IncomingBlock(size_bytes=size, max_size_bytes=4096, with_sha256=True)
     expected = feed(whole, octets, cuts)
     if whole.header is not None:
         header.append(whole.header)

@@ -416,7 +416,7 @@ def test_layer_digests_are_those_of_the_block_whatever_range_is_read() -> None:
 @pytest.mark.requirement("KC-5", "BR-2")
 @pytest.mark.parametrize("size", [1, 30, 1000])
 def test_the_digest_of_the_container_is_computed_on_the_way(size: int) -> None:
-    last = read(IncomingBlock(sha256=hashlib.sha256()), CONTAINER, size)[-1]
+    last = read(IncomingBlock(with_sha256=True), CONTAINER, size)[-1]
     assert isinstance(last, BlockArrived)
     assert last.sha256 == hashlib.sha256(CONTAINER).digest()
 
