@@ -41,6 +41,8 @@ __all__ = ["ReshardGroup", "ShardEngine", "begin_resharding"]
 
 TIER: Final = "local-storage"
 _TTL_MS: Final = 60_000
+_DEADLINE_MS: Final = 1_000
+"""How long a reshard may take to prepare."""
 
 
 class ShardEngine:
@@ -75,6 +77,7 @@ class _Program(Controller):
         self._begun = int(members["stored"].get("begun", {}).get(MAP, b"0"))
         self._has_begun = bool(members["stored"])
         super().__init__(**members)
+        self._maps._deadline_ms = _DEADLINE_MS  # clocks move by timers only: fewer repetitions before it
 
     def start(self, now_ms: int) -> tuple[Effect, ...]:
         """Go on from what was stored."""

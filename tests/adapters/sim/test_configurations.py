@@ -13,8 +13,6 @@ FULL = [
     "reshard",
     "reshard-member",
     "reshard-roles",
-    "reshard-roles-controller",
-    "reshard-roles-member",
     "session",
     "session-partition",
     "session-controller",
@@ -22,6 +20,9 @@ FULL = [
     "session-crashes",
     "lease",
 ]
+
+LONG = ["reshard-roles-controller", "reshard-roles-member"]
+"""Those that take longer than the others together."""
 
 
 def check(name: str, bounds: Bounds) -> None:
@@ -33,7 +34,7 @@ def check(name: str, bounds: Bounds) -> None:
 
 
 def test_every_configuration_is_explored() -> None:
-    assert sorted(FULL) == sorted(CONFIGURATIONS)
+    assert sorted((*FULL, *LONG)) == sorted(CONFIGURATIONS)
 
 
 # In seconds
@@ -70,6 +71,6 @@ def test_what_was_explored_is_told() -> None:
 
 @pytest.mark.verify
 @pytest.mark.requirement("RS-6", "MG-1", "LE-2")
-@pytest.mark.parametrize("name", FULL)
+@pytest.mark.parametrize("name", [*FULL, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
 def test_every_order_holds_within_the_usual_bounds(name: str) -> None:
     check(name, CONFIGURATIONS[name].bounds)
