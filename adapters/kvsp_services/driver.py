@@ -2,9 +2,9 @@
 
 It holds no decision of the protocol. All its methods are called in the loop's thread, and none of them waits.
 
-- **Durability is a barrier**: what follows a `Persist` is held back until that is durable, while further
-writes
-  already join the next sync. If one fails, nothing more is done: the role has to be rebuilt from its store.
+- **Durability is a barrier**: what follows a `Persist` is held back until that is durable, while
+  further writes already join the next sync. If one fails, nothing more is done: the role has to be rebuilt
+  from its store.
 - **Bulk octets** go from the connection into pooled memory, through the container decoder, and from there to
   connections, tiers and the engine, without a copy in between.
 """
