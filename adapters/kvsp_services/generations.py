@@ -96,9 +96,18 @@ class Generations:
 
 
 async def serve_api(
-    app: Any, *, host: str, port: int, on_trio: bool, stopping: Callable[[], Awaitable[Any]]
+    app: Any,
+    *,
+    host: str,
+    port: int,
+    on_trio: bool,
+    listening: Callable[[], None],
+    stopping: Callable[[], Awaitable[Any]],
 ) -> None:
-    """Serve an application until `stopping` returns, in plain HTTP. Raises `KVSPError` where it cannot."""
+    """Serve an application until `stopping` returns, in plain HTTP. Raises `KVSPError` where it cannot.
+
+    `listening` is called once connections are taken.
+    """
     from hypercorn.config import Config
 
     try:
@@ -110,6 +119,7 @@ async def serve_api(
             " stop what listens there, or set api_port"
         ) from None
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    listening()
     settings = Config()
     settings.bind = [f"fd://{sock.detach()}"]
     settings.graceful_timeout = 3

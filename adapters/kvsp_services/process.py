@@ -114,7 +114,7 @@ class Process:
         """Return why the process is not ready, or None."""
         if self.stopping.is_set():
             return "stopping"
-        return next((f"{r.name}: {r.trouble}" for r in self.roles if r.trouble is not None), None)
+        return next((f"{r.name}: {r.unready}" for r in self.roles if r.unready is not None), None)
 
     def deaf(self) -> str | None:
         """Return why the process is not healthy: its loop does not turn; or None."""

@@ -104,7 +104,8 @@ class RunningRole:
         self.listener: Any = None
         self.served: ServedRole | None = None
         self.trouble: str | None = "starting"
-        """Why the role is not ready; None where it is."""
+        """What keeps the role from its work; None where nothing does."""
+        self.api_listens = not isinstance(section, FrontEndSection)
         self._process = process
         self._log = structlog.get_logger().bind(role=name)
         self._committer: GroupCommitter | NoStore = NoStore()
@@ -210,8 +211,19 @@ class RunningRole:
             host=section.api_host,
             port=section.api_port,
             on_trio=isinstance(process.loop, TrioLoop),
+            listening=self._api_listens,
             stopping=process.stopping.wait,
         )
+
+    def _api_listens(self) -> None:
+        self.api_listens = True
+
+    @property
+    def unready(self) -> str | None:
+        """Why the role is not ready, or None: it is in trouble, or does not take connections yet."""
+        if self.trouble is None and (self.listener is None or not self.api_listens):
+            return "not listening yet"
+        return self.trouble
 
     async def listen(self) -> None:
         """Take connections."""

@@ -239,3 +239,17 @@ def test_a_port_that_is_taken_is_said_in_one_line(deployment: Deployment) -> Non
 def test_a_configuration_can_be_checked_without_running(deployment: Deployment) -> None:
     done = run(str(deployment.config), "--check")
     assert (done.returncode, done.stdout) == (0, f"{deployment.config}: runs index\n")
+
+
+def test_a_front_end_is_ready_once_its_api_takes_connections() -> None:
+    from kvsp_services.running_role import RunningRole
+
+    role = object.__new__(RunningRole)
+    role.trouble, role.listener, role.api_listens = None, None, False
+    assert role.unready == "not listening yet"
+    role.listener = object()
+    assert role.unready == "not listening yet"
+    role._api_listens()
+    assert role.unready is None
+    role.trouble = "being rebuilt"
+    assert role.unready == "being rebuilt"
