@@ -41,7 +41,7 @@ __all__ = ["ReshardGroup", "ShardEngine", "begin_resharding"]
 
 TIER: Final = "local-storage"
 _TTL_MS: Final = 60_000
-_DEADLINE_MS: Final = 1_000
+_DEADLINE_MS: Final = 1_000  # clocks move by timers only: fewer repetitions before it
 """How long a reshard may take to prepare."""
 
 
@@ -77,7 +77,6 @@ class _Program(Controller):
         self._begun = int(members["stored"].get("begun", {}).get(MAP, b"0"))
         self._has_begun = bool(members["stored"])
         super().__init__(**members)
-        self._maps._deadline_ms = _DEADLINE_MS  # clocks move by timers only: fewer repetitions before it
 
     def start(self, now_ms: int) -> tuple[Effect, ...]:
         """Go on from what was stored."""
@@ -163,7 +162,9 @@ class ReshardGroup:
             context,
             base_uri=CONTROLLER,
             policy=self.policy,
-            settings=ControllerSettings(placement=placement, prefetch=False),
+            settings=ControllerSettings(
+                placement=placement, prefetch=False, reshard_deadline_ms=_DEADLINE_MS
+            ),
             random_bytes=start.random_bytes,
             stored=start.stored,
             fleet=Fleet(warm_up_ms=0),

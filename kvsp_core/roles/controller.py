@@ -182,7 +182,11 @@ class Controller:
             self._may_serve,
         )
         self._maps = ShardMaps(
-            self._work, self._fleet, self._may_serve, call_timeout_ms=settings.call_timeout_ms
+            self._work,
+            self._fleet,
+            self._may_serve,
+            deadline_ms=settings.reshard_deadline_ms,
+            call_timeout_ms=settings.call_timeout_ms,
         )
         self._instances = Instances(
             self._work,

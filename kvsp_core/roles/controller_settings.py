@@ -10,6 +10,7 @@ from kvsp_core.limits import (
     MAX_PENDING_PLACEMENTS,
     MAX_SESSIONS,
     PLACEMENT_WAIT_MS,
+    RESHARD_DEADLINE_MS,
 )
 from kvsp_core.machines.session import DEFAULT_TIMES, SessionTimes
 from kvsp_core.roles.controller_placement import PlacementSettings
@@ -24,7 +25,7 @@ class ControllerSettings:
     `min_active` instances stay awake whatever they ask. With `open_by_checkpoint` a first checkpoint in
     epoch 1 opens its session (decision W19). `prefetch` sends a directive to the chosen instance where
     loading is cheaper than computing; it may take `prefetch_deadline_ms`, and what it loaded is kept for
-    `prefetch_lease_ms`.
+    `prefetch_lease_ms`. Members of a shard map have `reshard_deadline_ms` to load what a change gives them.
     """
 
     placement: PlacementSettings
@@ -38,4 +39,5 @@ class ControllerSettings:
     prefetch: bool = True
     prefetch_deadline_ms: int = 1000
     prefetch_lease_ms: int = 5000
+    reshard_deadline_ms: int = RESHARD_DEADLINE_MS
     call_timeout_ms: int = CALL_TIMEOUT_MS
