@@ -51,8 +51,9 @@ class _VFS(ctypes.Structure):
     ]
 
 
+# The name is passed on as the pointer it came as: SQLite keeps it, to name the file's index in shared memory.
 _OPEN = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p
+    ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p
 )
 _DELETE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int)
 _WRITE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
@@ -139,14 +140,14 @@ class RecordingDisk:
         self._kept.append(callback)
         return ctypes.cast(callback, ctypes.c_void_p).value
 
-    def _open(self, _vfs: int, name: bytes | None, file: int, flags: int, out: int) -> int:
+    def _open(self, _vfs: int, name: int | None, file: int, flags: int, out: int) -> int:
         status = _OPEN(self._real.contents.xOpen)(
             ctypes.addressof(self._real.contents), name, file, flags, out
         )
         opened = _File.from_address(file)
         if status != _OK or name is None or not opened.pMethods:
             return int(status)
-        path = name.decode()
+        path = ctypes.string_at(name).decode()
         self._paths[file] = path
         self.synced.setdefault(path, bytearray(Path(path).read_bytes()))
         self.unsynced.setdefault(path, [])
