@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -34,10 +35,8 @@ def open_store(path: Path, key: bytes = KEY, owner: str = OWNER) -> DurableStore
 
 
 def reopened(path: Path) -> dict[str, dict[str, bytes]]:
-    store = DurableStore(path, KEY, OWNER)
-    stored = store.load()
-    store.close()
-    return stored
+    with closing(DurableStore(path, KEY, OWNER)) as store:
+        return store.load()
 
 
 @pytest.fixture
@@ -329,18 +328,19 @@ def disk() -> Iterator[RecordingDisk]:
 
 def power_cuts(disk: RecordingDisk, path: Path, rounds: int) -> None:
     """Commit, cut the power after each commit, and look at what the files then hold."""
-    store = open_store(path)
     chance = random.Random(5)
-    for number in range(rounds):
-        store.commit([[Append("log", "s", number, bytes([number % 256])), Put("last", "n", b"%d" % number)]])
-        for some in (None, chance):
-            found = path.parent / f"after-{number}-{some is not None}"
-            found.mkdir()
-            disk.cut(path.parent, found, some)
-            stored = reopened(found / path.name)
-            assert stored["last"]["n"] == b"%d" % number
-            assert len(stored["log"]["s"]) == number + 1
-    store.close()
+    with closing(open_store(path)) as store:
+        for number in range(rounds):
+            store.commit(
+                [[Append("log", "s", number, bytes([number % 256])), Put("last", "n", b"%d" % number)]]
+            )
+            for some in (None, chance):
+                found = path.parent / f"after-{number}-{some is not None}"
+                found.mkdir()
+                disk.cut(path.parent, found, some)
+                stored = reopened(found / path.name)
+                assert stored["last"]["n"] == b"%d" % number
+                assert len(stored["log"]["s"]) == number + 1
 
 
 @pytest.mark.requirement("CP-2")
