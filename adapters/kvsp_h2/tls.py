@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final, cast
 from urllib.parse import urlsplit
@@ -85,7 +85,13 @@ class Credentials:
 
     def reload(self) -> None:
         """Use what the files hold now for new connections; where that cannot be used, nothing changes."""
-        self._server, self._client = self._load()
+        self.reload_all([self])
+
+    @staticmethod
+    def reload_all(several: Iterable[Credentials]) -> None:
+        """Do so for all of these; where the files of one cannot be used, nothing changes for any."""
+        for credentials, (server, client) in [(one, one._load()) for one in several]:
+            credentials._server, credentials._client = server, client
 
     @property
     def files(self) -> tuple[str, ...]:

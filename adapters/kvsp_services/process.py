@@ -22,6 +22,7 @@ import structlog
 from kvsp_core.errors import KVSPError
 from kvsp_core.machines.fleet import Fleet
 from kvsp_core.roles.authorization import Policy
+from kvsp_h2 import Credentials
 from kvsp_services.assembly import read_descriptors, read_scopes, read_storage_key, set_limits
 from kvsp_services.buffers import BufferPool
 from kvsp_services.config import Config, LoopName, with_limits_of
@@ -89,7 +90,7 @@ class Process:
             policy = read_policy(Path(self.config.policy_file))
             for role in self.roles:
                 check_certificate(Path(role.section.certificate_file), role.section.base_uri)
-                role.credentials.reload()
+            Credentials.reload_all(role.credentials for role in self.roles)
         except (KVSPError, OSError) as error:
             self._log.error("not reloaded", error=str(error))
             return

@@ -222,6 +222,13 @@ def test_certificates_are_replaced_while_running(certificates: Certificates, tmp
     with pytest.raises(CredentialsError, match="do not belong together"):
         server.reload()
     copyfile(renewed.key, paths[1])
+    spoilt = tmp_path / "spoilt.pem"
+    copyfile(renewed.certificate, spoilt)
+    other = Credentials(spoilt, *paths[1:])
+    spoilt.write_text("nonsense")
+    with pytest.raises(CredentialsError, match=r"spoilt\.pem"):
+        Credentials.reload_all([server, other])
+    assert ends(join(server, client)) == ("", ""), "where one of several cannot be read none changes"
     server.reload()
     assert ends(join(server, client))[1].endswith("it is another service than the one that was meant")
     first.exchange(GET)
