@@ -24,18 +24,15 @@ def test_it_listens_until_it_is_to_stop(backend: str) -> None:
     (port,) = free_ports(1)
 
     async def main() -> None:
-        stopping = anyio.Event()
-        serve = partial(serve_api, APP, host="127.0.0.1", port=port, stopping=stopping.wait)
+        listening, stopping = anyio.Event(), anyio.Event()
+        serve = partial(
+            serve_api, APP, host="127.0.0.1", port=port, listening=listening.set, stopping=stopping.wait
+        )
         async with anyio.create_task_group() as tasks, httpx.AsyncClient() as client:
             tasks.start_soon(partial(serve, on_trio=backend == "trio"))
             with anyio.fail_after(60):
-                while True:
-                    try:
-                        answer = await client.get(f"http://127.0.0.1:{port}/")
-                        break
-                    except httpx.TransportError:
-                        await anyio.sleep(0.01)
-            assert answer.text == "here"
+                await listening.wait()
+                assert (await client.get(f"http://127.0.0.1:{port}/")).text == "here"
             stopping.set()
 
     anyio.run(main, backend=backend)
@@ -45,8 +42,17 @@ def test_it_listens_until_it_is_to_stop(backend: str) -> None:
 def test_a_port_that_is_taken_is_one_line(backend: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        serve = partial(serve_api, APP, host="127.0.0.1", port=port, stopping=anyio.sleep_forever)
+        said: list[str] = []
+        serve = partial(
+            serve_api,
+            APP,
+            host="127.0.0.1",
+            port=port,
+            listening=lambda: said.append("listening"),
+            stopping=anyio.sleep_forever,
+        )
         with pytest.raises(
             KVSPError, match=rf"cannot listen on 127.0.0.1:{port}: Address already in use; stop"
         ):
             anyio.run(partial(serve, on_trio=backend == "trio"), backend=backend)
+        assert not said
