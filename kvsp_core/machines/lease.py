@@ -388,7 +388,8 @@ class LeaseTable:
 
     def limit(self, *, max_ttl_ms: int, quota_bytes: int) -> None:
         """Grant leases within these limits from now on; those there are run on."""
-        self._max_ttl_ms, self._quota_bytes = max_ttl_ms, quota_bytes
+        self._max_ttl_ms = max_ttl_ms
+        self._accounts.quota_bytes = quota_bytes
 
     # Questions
 

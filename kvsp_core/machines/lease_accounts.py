@@ -23,7 +23,7 @@ class LeaseAccounts:
 
     def __init__(self, size_of: Callable[[str], int], *, quota_bytes: int, max_leases: int) -> None:
         self._size_of = size_of
-        self._quota_bytes = quota_bytes
+        self.quota_bytes = quota_bytes
         self._max_leases = max_leases
         self._accounts: dict[str, _Account] = {}
 
@@ -39,12 +39,12 @@ class LeaseAccounts:
             return Problem(LEASE_QUOTA, f"a client has at most {self._max_leases} leases; release some")
         leased_bytes = account.leased_bytes
         leased_bytes += sum(self._size_of(block) for block in set(blocks) if block not in account.blocks)
-        if leased_bytes <= self._quota_bytes:
+        if leased_bytes <= self.quota_bytes:
             return None
         return Problem(
             LEASE_QUOTA,
             f"block_keys: {leased_bytes} octets would be leased, the quota of a client is"
-            f" {self._quota_bytes}; release a lease or ask for fewer blocks",
+            f" {self.quota_bytes}; release a lease or ask for fewer blocks",
         )
 
     def enter(self, client: str, blocks: Collection[str]) -> None:

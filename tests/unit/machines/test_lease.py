@@ -200,6 +200,18 @@ def test_the_number_of_leases_is_limited_for_each_client() -> None:
     create(leases, "a", client=BOB)
 
 
+@pytest.mark.requirement("LE-1", "LE-3")
+def test_new_limits_hold_for_what_is_asked_from_then_on() -> None:
+    leases = table("a", "b", quota_bytes=2 * SIZE)
+    create(leases, "a", ttl_ms=1000)
+    leases.limit(max_ttl_ms=500, quota_bytes=SIZE)
+    assert refusal(leases.handle(m.CreateLease(client=ALICE, blocks=("b",), ttl_ms=500), 0)) is LEASE_QUOTA
+    assert refusal(leases.handle(m.CreateLease(client=ALICE, blocks=("a",), ttl_ms=501), 0)) is LEASE_QUOTA
+    assert not leases.may_evict("a", 1000), "those there are run on"
+    leases.limit(max_ttl_ms=500, quota_bytes=2 * SIZE)
+    create(leases, "b")
+
+
 def test_leases_that_come_and_go_leave_nothing_behind() -> None:
     leases = table("a")
     empty = leases.freeze(0)
