@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import anyio
 
-from kvsp_client.errors import Refused, Unavailable
+from kvsp_client.errors import ClientClosed, Refused, Unavailable
 from kvsp_client.settings import ClientSettings
 from kvsp_client.stats import ClientStats
 from kvsp_client.wire import Answer, Wire
@@ -42,7 +42,7 @@ class HolderLease:
         self._stats = stats
         self._keeper = LeaseKeeper(ttl_ms)
         self._todo: deque[keeper.Effect] = deque()
-        self._refusal: Refused | Unavailable | None = None
+        self._refusal: ClientClosed | Refused | Unavailable | None = None
         self._decided = anyio.Event()
         self._stopped = anyio.Event()
 
@@ -53,7 +53,8 @@ class HolderLease:
         return self._keeper.is_held
 
     async def granted(self) -> None:
-        """Wait until there is a lease. Raises `Refused` and `Unavailable`."""
+        """Wait until there is a lease. Raises `Refused` and `Unavailable`, and `ClientClosed` where the
+        client is closed meanwhile."""
         await self._decided.wait()
         if self._refusal is not None:
             raise self._refusal
@@ -63,14 +64,19 @@ class HolderLease:
 
         One that is granted after it was given up is given back.
         """
-        self._let(keeper.Start())
-        await self._work()
-        if self._keeper.is_held:
-            self._refusal = None
-            self._stats.leases_granted += 1
-        else:
-            self._stats.leases_refused += 1
-        self._decided.set()
+        try:
+            self._let(keeper.Start())
+            await self._work()
+            if self._keeper.is_held:
+                self._refusal = None
+                self._stats.leases_granted += 1
+            else:
+                self._stats.leases_refused += 1
+        except anyio.get_cancelled_exc_class():
+            self._refusal = ClientClosed("the client was closed")
+            raise
+        finally:
+            self._decided.set()
         while (due_ms := self._keeper.next_deadline_ms()) is not None:
             with anyio.move_on_after(max(0, due_ms - self._wire.now_ms()) / 1000):
                 await self._stopped.wait()

@@ -119,6 +119,27 @@ def test_closing_ends_what_threads_wait_for(served: Served) -> None:
         assert waiting.result(60).misses[0].reason is MissReason.CANCELLED
 
 
+def test_closing_ends_the_wait_for_a_lease(served: Served) -> None:
+    client = BlockingClient(served.credentials, index=served.index_uri)
+    holder, keys = ScriptedHolder(served, 1), keys_of(served, "closed before it", 1)
+    holder.lease_ttl_ms, holder.hold_leases = 60_000, True
+    refused = threading.Event()
+
+    def hold() -> None:
+        with pytest.raises(ClientClosed, match="was closed"), client.lease(holder.uri, keys):
+            raise AssertionError("it was not granted")
+        refused.set()
+
+    threading.Thread(target=hold, daemon=True).start()
+    assert holder.wait_for(lambda: holder.count(KEEP) == 1)
+    closing = threading.Thread(target=client.close, daemon=True)
+    closing.start()
+    assert refused.wait(30)
+    closing.join(30)
+    assert not closing.is_alive()
+    holder.go_on()
+
+
 def test_a_job_is_waited_for_or_cancelled(served: Served, client: BlockingClient) -> None:
     keys, stored = keys_of(served, "job", 3), content(3)
     job = client.start_store(served.cache_uris[0], keys, stored.sections)
