@@ -42,7 +42,8 @@ class ReceivedHead:
 
 class HeadDecoder:
     """Decodes header blocks. The same octets mean the same as long as the dynamic table stays as it is, so
-    what is kept is thrown away whenever that changes."""
+    what is kept is thrown away whenever that or its size changes: where nothing fits into it, a block that
+    puts something there leaves it as it was."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
@@ -60,9 +61,10 @@ class HeadDecoder:
             raise Fault(ErrorCodes.ENHANCE_YOUR_CALM, "a header list is too large") from None
         except HPACKError:
             raise Fault(ErrorCodes.COMPRESSION_ERROR, "a header block cannot be decoded") from None
-        if len(table) != count or (table and table[0] is not newest):
+        resized = block[:1] and block[0] & _KIND == _NEW_TABLE_SIZE
+        if resized or len(table) != count or (table and table[0] is not newest):
             self._kept.clear()
-        elif head.size_bytes <= _KEPT_BYTES and block[:1] and block[0] & _KIND != _NEW_TABLE_SIZE:
+        elif head.size_bytes <= _KEPT_BYTES and block:
             _keep(self._kept, block, head)
         return head
 

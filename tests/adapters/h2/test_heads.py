@@ -68,6 +68,15 @@ def test_the_same_octets_mean_something_else_once_the_table_has_changed() -> Non
     assert decoder.decode(b"\xbe").headers == [(b"c", b"d")]
 
 
+def test_the_same_octets_change_the_table_once_they_fit_into_it() -> None:
+    decoder = HeadDecoder(Decoder())
+    decoder.decode(b"\x20\x82")  # nothing fits into the table
+    decoder.decode(b"\x40\x01a\x01b")
+    decoder.decode(b"\x3f\xe1\x1f\x82")
+    decoder.decode(b"\x40\x01a\x01b")
+    assert decoder.decode(b"\xbe").headers == [(b"a", b"b")]
+
+
 def test_what_is_kept_is_bounded() -> None:
     decoder = HeadDecoder(Decoder())
     for number in range(10_000):
