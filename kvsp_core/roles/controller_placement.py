@@ -340,26 +340,35 @@ class Placements:
 
     def lacks_class(self, subject: Subject) -> bool:
         """Return whether a deterministic request waits for what cannot come: instances that could take it are
-        here, none says whose results it repeats, and none is configured to."""
+        here, none says whose results it repeats, one that rests or drains included, and none is configured
+        to."""
         if not subject.deterministic or self._settings.classes:
             return False
-        statuses = (self._fleet.status_of(instance) for instance in self._fleet.instances())
-        return any(status is not None and self._refusal(status, subject) == _NO_CLASS for status in statuses)
+        statuses = [s for i in self._fleet.instances() if (s := self._fleet.status_of(i)) is not None]
+        if any(s.numerics is not None and not self._unable(s, subject) for s in statuses):
+            return False
+        return any(self._refusal(status, subject) == _NO_CLASS for status in statuses)
 
     def _refusal(self, status: InstanceStatus, subject: Subject) -> str:
         """Return why an instance may not take this, or an empty string."""
         if not self._fleet.is_assignable(status.instance):
             return f"it is {status.state}, or asked to drain"
-        if status.compat_ids and subject.compat_id not in status.compat_ids:
-            return "it does not compute with this model"
-        if not self._may_serve(status.instance, subject.prefixes[0].scope_id):
-            return "it has no part in the scope of the session"
+        if unable := self._unable(status, subject):
+            return unable
         results = self.class_of(status.instance)
         if subject.alike is not None:
             if (results or status.instance) != subject.alike:
                 return "its results are not those of the instance that was lost"
         elif subject.deterministic and results is None:
             return _NO_CLASS
+        return ""
+
+    def _unable(self, status: InstanceStatus, subject: Subject) -> str:
+        """Return why an instance could not take this in any state, or an empty string."""
+        if status.compat_ids and subject.compat_id not in status.compat_ids:
+            return "it does not compute with this model"
+        if not self._may_serve(status.instance, subject.prefixes[0].scope_id):
+            return "it has no part in the scope of the session"
         return ""
 
     def served(self, instance: str, sample_us: int) -> None:

@@ -1174,6 +1174,18 @@ def test_a_deterministic_request_waits_where_an_instance_that_can_serve_it_may_c
         assert talk.answers[number][0].status == 201
 
 
+@pytest.mark.requirement("CP-6")
+def test_a_deterministic_request_waits_for_an_instance_that_drains_or_sleeps(talk: Talk) -> None:
+    talk.report(A, numerics="numpy 2", state="draining")
+    talk.report(B)
+    number = talk.send(FE, PlaceRequest(), placement(deterministic=True))
+    assert number not in talk.answers
+    talk.report(A, epoch=2, numerics="numpy 2")
+    assert talk.answers[number][0].status == 201
+    talk.report(A, epoch=2, numerics="numpy 2", state="draining", compat_ids=("ab" * 32,))
+    assert problem_of(*talk.ask(FE, PlaceRequest(), placement(deterministic=True))).status == 409
+
+
 def test_a_request_goes_to_an_instance_that_it_avoids_only_where_no_other_is_left(talk: Talk) -> None:
     talk.report(A)
     assert talk.place(avoid=(A,)).instance == A
