@@ -35,6 +35,7 @@ from kvsp_core.roles.role import (
     JobFailed,
     LineReceived,
     Observe,
+    Persist,
     ReadBlock,
     Respond,
     Store,
@@ -123,8 +124,10 @@ class Traces:
             _end(cause.span, "no answer" if status is None else None)
 
     def call_forgotten(self, number: int) -> None:
-        """Forget a call that its role has given up: no input comes of it."""
-        self._calls.pop(number, None)
+        """End the span of a call that its role has given up, and forget it: no input comes of it."""
+        cause = self._calls.pop(number, None)
+        if cause is not None and cause.span.is_recording():
+            _end(cause.span, "given up")
 
     # What a role takes in and wants done
 
@@ -206,7 +209,8 @@ class TracedDriver(Driver):
         super()._guarded(step, *item)
 
     def _order(self, effect: Effect) -> None:
-        self._causes[id(effect)] = self._cause
+        if not isinstance(effect, Persist):  # which is never carried out
+            self._causes[id(effect)] = self._cause
         super()._order(effect)
 
     def _execute(self, effect: Effect) -> None:

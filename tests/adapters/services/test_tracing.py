@@ -103,6 +103,15 @@ def test_a_request_is_in_the_trace_of_who_calls(traces: Traces, exporter: InMemo
     assert not served.status.is_ok
 
 
+def test_a_call_that_is_given_up_is_in_the_trace(traces: Traces, exporter: InMemorySpanExporter) -> None:
+    traces.call_begun(call(1), None)
+    traces.wanted(CancelCall(1), None)
+    traces.call_ended(1, None)
+    (span,) = exporter.get_finished_spans()
+    assert span.status.description == "given up"
+    assert not traces._calls
+
+
 def test_calls_that_lead_to_calls_for_ever_are_many_traces_and_none_is_kept(
     traces: Traces, exporter: InMemorySpanExporter
 ) -> None:
