@@ -160,9 +160,7 @@ def windows_of_h2(sent: list[bytes]) -> tuple[dict[int, int], set[int], int | No
                 ended.add(event.stream_id)
                 if not event.remote_reset:
                     code = int(event.error_code)
-        _ = (
-            connection.open_inbound_streams
-        )  # counting, it forgets those that ended
+        _ = connection.open_inbound_streams  # counting, it forgets those that ended
     found = {i: s.outbound_flow_control_window for i, s in connection.streams.items() if i not in ended}
     return {0: connection.outbound_flow_control_window, **found}, ended, code
 
