@@ -33,18 +33,30 @@ def with_credentials(command: F) -> F:
         )
 
     options = (
-        click.option("--certificate", type=_FILE, envvar="KVSP_CERTIFICATE", required=True, help="PEM file."),
         click.option(
-            "--private-key", type=_FILE, envvar="KVSP_PRIVATE_KEY", help="PEM file. Default: .key beside it."
+            "--certificate",
+            type=_FILE,
+            envvar="KVSP_CERTIFICATE",
+            show_envvar=True,
+            required=True,
+            help="Who asks: its certificate, a PEM file.",
+        ),
+        click.option(
+            "--private-key",
+            type=_FILE,
+            envvar="KVSP_PRIVATE_KEY",
+            show_envvar=True,
+            help="Its key, a PEM file. Default: beside the certificate, with its name and .key.",
         ),
         click.option(
             "--authorities",
             type=_FILE,
             envvar="KVSP_AUTHORITIES",
-            help="PEM file. Default: ca.pem beside it.",
+            show_envvar=True,
+            help="Whom to trust, a PEM file. Default: ca.pem beside the certificate.",
         ),
     )
-    for option in options:
+    for option in reversed(options):  # the last one given is the first one listed
         called = option(called)
     called.__name__, called.__doc__ = command.__name__, command.__doc__
     return called  # type: ignore[return-value]

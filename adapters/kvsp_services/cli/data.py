@@ -30,7 +30,9 @@ _descriptor = click.option("--descriptor", type=click.File("rb"), required=True,
 _scope_key = click.option(
     "--scope-key-file", type=_FILE, required=True, help="At least 32 octets, or 64 hex digits."
 )
-_holder = click.option("--holder", envvar="KVSP_HOLDER", required=True, help="Its base URI.")
+_holder = click.option(
+    "--holder", envvar="KVSP_HOLDER", show_envvar=True, required=True, help="Base URI of the holder."
+)
 
 
 def _checked_key(_context: click.Context, _parameter: click.Parameter, key: str) -> str:
@@ -43,9 +45,10 @@ def _checked_key(_context: click.Context, _parameter: click.Parameter, key: str)
     "--index",
     "index_uris",
     envvar="KVSP_INDEX",
+    show_envvar=True,
     multiple=True,
     required=True,
-    help="Its base URI; once for each of its parts.",
+    help="Base URI of the index; give it once for each of its parts.",
 )
 @_descriptor
 @_scope_key

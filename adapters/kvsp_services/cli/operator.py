@@ -42,7 +42,13 @@ from kvsp_services.cli.values import read_descriptor, read_tokens
 
 __all__ = ["drain", "index", "leases", "reshard", "sessions", "status", "wake"]
 
-_controller = click.option("--controller", envvar="KVSP_CONTROLLER", required=True, help="Its base URI.")
+_controller = click.option(
+    "--controller",
+    envvar="KVSP_CONTROLLER",
+    show_envvar=True,
+    required=True,
+    help="Base URI of the controller.",
+)
 
 
 def instance_row(info: InstanceInfo) -> tuple[object, ...]:
@@ -115,7 +121,14 @@ def wake(credentials: Credentials, controller: str, instance: str, as_json: bool
 
 
 @click.command()
-@click.option("--index", "index_uri", envvar="KVSP_INDEX", required=True, help="Its base URI.")
+@click.option(
+    "--index",
+    "index_uri",
+    envvar="KVSP_INDEX",
+    show_envvar=True,
+    required=True,
+    help="Base URI of the index, or of one of its parts.",
+)
 @as_json_option
 @with_credentials
 def index(credentials: Credentials, index_uri: str, as_json: bool) -> None:
@@ -129,7 +142,9 @@ def index(credentials: Credentials, index_uri: str, as_json: bool) -> None:
 
 
 @click.command()
-@click.option("--holder", envvar="KVSP_HOLDER", required=True, help="Its base URI.")
+@click.option(
+    "--holder", envvar="KVSP_HOLDER", show_envvar=True, required=True, help="Base URI of the holder."
+)
 @as_json_option
 @with_credentials
 def leases(credentials: Credentials, holder: str, as_json: bool) -> None:

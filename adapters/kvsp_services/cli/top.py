@@ -35,8 +35,10 @@ def table(title: str, heads: tuple[str, ...], rows: list[tuple[object, ...]]) ->
     return made
 
 
-def _view(credentials: Credentials, controller: str, index: str | None, holders: tuple[str, ...]) -> Group:
-    """Return what is shown now; a role that does not answer says so in its place."""
+def _view(
+    credentials: Credentials, controller: str, index: str | None, holders: tuple[str, ...]
+) -> tuple[Group, bool]:
+    """Return what is shown now, and whether all answered; of a role that did not it is said in its place."""
     parts: list[Table | Text] = []
     try:
         found = ask_for(InstanceListing, credentials, controller, ListInstances()).instances
@@ -63,15 +65,21 @@ def _view(credentials: Credentials, controller: str, index: str | None, holders:
             parts.append(table(title, ("client", "blocks", "octets", "ms left"), rows))
         except ClientError as error:
             parts.append(Text(str(error), style="red"))
-    return Group(*parts)
+    return Group(*parts), not any(isinstance(part, Text) for part in parts)
 
 
 @click.command()
-@click.option("--controller", envvar="KVSP_CONTROLLER", required=True, help="Its base URI.")
-@click.option("--index", envvar="KVSP_INDEX", help="Its base URI.")
+@click.option(
+    "--controller",
+    envvar="KVSP_CONTROLLER",
+    show_envvar=True,
+    required=True,
+    help="Base URI of the controller.",
+)
+@click.option("--index", envvar="KVSP_INDEX", show_envvar=True, help="Base URI of the index.")
 @click.option("--holder", "holders", multiple=True, help="A holder's base URI; may be given several times.")
 @click.option("--interval", type=click.FloatRange(min=0.2), default=2.0, show_default=True, help="Seconds.")
-@click.option("--once", is_flag=True, help="Show it once, and end.")
+@click.option("--once", is_flag=True, help="Show it once, and end; exit 1 where a role did not answer.")
 @with_credentials
 def top(
     credentials: Credentials,
@@ -80,15 +88,16 @@ def top(
     holders: tuple[str, ...],
     interval: float,
     once: bool,
-) -> None:
+) -> int:
     """Show a cluster as it changes, until Ctrl-C."""
     console = Console()
     if once:
         if not console.is_terminal:
             console.width = _WIDE
-        console.print(_view(credentials, controller, index, holders))
-        return
-    with Live(_view(credentials, controller, index, holders), console=console, screen=True) as live:
+        view, answered = _view(credentials, controller, index, holders)
+        console.print(view)
+        return 0 if answered else 1
+    with Live(_view(credentials, controller, index, holders)[0], console=console, screen=True) as live:
         while True:
             time.sleep(interval)
-            live.update(_view(credentials, controller, index, holders))
+            live.update(_view(credentials, controller, index, holders)[0])

@@ -55,6 +55,11 @@ def test_top_shows_it_once(capfd: pytest.CaptureFixture[str], cluster: Cluster) 
     assert status == 0
     assert "Instances" in said
     assert "Index" in said
+    nobody = "https://127.0.0.1:1/kvsp/"
+    status, said, _ = kvsp(capfd, cluster, "top", *where, "--holder", nobody)
+    assert status == 1, "a program that asks can tell that somebody did not answer"
+    assert "Instances" in said
+    assert f"{nobody}: the service cannot be reached" in said
 
 
 def test_nothing_of_a_table_is_cut_off_where_it_is_narrow() -> None:
