@@ -124,8 +124,12 @@ class _Bound(click.ParamType):  # type: ignore[type-arg]
         return value if value == "any" else int(str(value))
 
 
-@click.command("explore")
-@click.argument("configuration", type=click.Choice(sorted(CONFIGURATIONS)))
+@click.command(
+    "explore",
+    epilog=f"CONFIGURATION is one of {', '.join(sorted(CONFIGURATIONS))}. Each has bounds of its own, which "
+    "hold where no option changes them.",
+)
+@click.argument("configuration", metavar="CONFIGURATION", type=click.Choice(sorted(CONFIGURATIONS)))
 @click.option("--members", type=click.IntRange(1, 8), default=None, help="Members of the group, or clients.")
 @click.option("--crashes", type=click.IntRange(min=0), default=None, help="Crashes in one timeline.")
 @click.option("--partitions", type=click.IntRange(min=0), default=None,
