@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -102,6 +103,10 @@ def main() -> int:
         importlib.import_module(f"targets.{names[0]}").one_input(options.input.read_bytes())
         print(f"{names[0]}: this input shows nothing")
         return 0
+    if importlib.util.find_spec("atheris") is None:
+        parser.error(
+            "atheris is not installed; run: pip install '.[test]' (Linux, x86_64, Python before 3.14)"
+        )
     results = [run_target(name, options.seconds) for name in names]
     print(f"{sum(results)} passed, {len(results) - sum(results)} failed")
     return 0 if all(results) else 1
