@@ -11,16 +11,16 @@ MUTATIONS = $(if $(filter long,$(KVSP_PROFILE)),--all,--sample 14 --seed 5)
 .PHONY: help demo test test-vllm lint verify bench fuzz docs coverage audit constraints format clean
 
 help:
-	@echo "make demo    a cluster serving a real model, shown and checked; build/demo.html"
-	@echo "make test    all tests in their short form"
-	@echo "make test-vllm  with real vLLM engines, in a virtual environment of 2.5 GB"
-	@echo "make lint    style, types, imports, documentation"
-	@echo "make verify  the longer proofs: properties, exploration, simulation, fuzzing, mutations"
-	@echo "make bench   speed and memory, side by side with others; build/bench.json"
-	@echo "make fuzz    coverage-guided fuzzing; TARGET=name SECONDS=n"
-	@echo "make audit   known weaknesses of the installed packages; needs the advisory database"
-	@echo "make constraints  renews the versions that everything is tested with"
-	@echo "make docs    regenerates the generated parts of docs/"
+	@echo "make demo        a cluster serving a real model, shown and checked; build/demo.html"
+	@echo "make test        all tests in their short form"
+	@echo "make test-vllm   with real vLLM engines, in a virtual environment of 2.5 GB"
+	@echo "make lint        style, types, imports, documentation"
+	@echo "make verify      the longer proofs: properties, exploration, simulation, fuzzing, mutations"
+	@echo "make bench       speed and memory, side by side with others; build/bench.json"
+	@echo "make fuzz        coverage-guided fuzzing; TARGET=name SECONDS=n"
+	@echo "make audit       known weaknesses of the installed packages; needs the advisory database"
+	@echo "make constraints renews the versions that everything is tested with"
+	@echo "make docs        regenerates the generated parts of docs/"
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
