@@ -256,6 +256,14 @@ def test_a_client_on_a_loop_refuses_in_a_forked_process(served: Served, tmp_path
     anyio.run(main)
 
 
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """Let the tests be interrupted also where they were started in the background, which ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def interrupt_when(ready: Callable[[], bool]) -> threading.Thread:
     """Interrupt the main thread, as a user does, once something is so."""
 
