@@ -43,8 +43,7 @@ class Request:
     `path` is what follows the role's base URI, such as ``leases/x7``, as it is on the wire; `query` what
     follows the question mark. Digests are hex32 of SHA-256. `content_length` is 0 where there is no body and
     None where its length is not told. `traceparent` names the span that the request belongs to (W3C Trace
-    Context),
-    for whoever watches; no role looks at it.
+    Context), for whoever watches; no role looks at it.
     """
 
     method: str
