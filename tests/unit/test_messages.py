@@ -18,6 +18,7 @@ from kvsp_core.ext_messages import (
     PlacementRequest,
     decode_output_line,
 )
+from kvsp_core.limits import MAX_AVOIDED_INSTANCES
 from kvsp_core.messages import (
     DirectiveStatus,
     FetchRange,
@@ -278,6 +279,18 @@ def test_a_placement_names_each_scope_once() -> None:
         with pytest.raises(RemoteProtocolError) as caught:
             decode(PlacementRequest, octets(request | wrong))
         assert caught.value.member == member
+
+
+def test_a_placement_avoids_so_many_instances_at_most() -> None:
+    prefix = {"scope_id": SCOPE, "block_keys": [KEY]}
+    request = {"compat_id": COMPAT, "prefixes": [prefix], "token_count": 40}
+    avoid = [f"https://ii{number}.example/kvsp/" for number in range(MAX_AVOIDED_INSTANCES)]
+    assert decode(PlacementRequest, octets(request | {"avoid": avoid})).avoid == tuple(avoid)
+    for wrong in ([*avoid, "https://one-more.example/kvsp/"], ["nowhere"], [avoid[0], avoid[0]]):
+        with pytest.raises(RemoteProtocolError) as caught:
+            decode(PlacementRequest, octets(request | {"avoid": wrong}))
+        assert caught.value.member is not None
+        assert caught.value.member.startswith("avoid")
 
 
 # Tensors

@@ -53,6 +53,8 @@ from kvsp_core.roles.role import (
     BlockName,
     CancelCall,
     JobDone,
+    JobFailed,
+    JobFault,
     OutputReady,
     ReadBlock,
     ReceiveBody,
@@ -268,14 +270,18 @@ def test_the_last_token_is_always_computed() -> None:
     assert world.of(engine.StartSequence)[0].cached_tokens == 4
 
 
-def test_a_block_that_is_lost_on_the_way_is_computed() -> None:
-    from kvsp_core.roles.role import JobFailed, JobFault
-
+def reading() -> tuple[World, ReadBlock, ReadBlock]:
+    """A session has begun whose two blocks are here and are being read."""
     world = World()
     world.beside.hold(*KEYS)
     world.begin(PROMPT)
     first, second = world.of(ReadBlock)
     world.answered_jobs.update((first.job_id, second.job_id))
+    return world, first, second
+
+
+def test_a_block_that_is_lost_on_the_way_is_computed() -> None:
+    world, first, second = reading()
     world.do(JobFailed(first.job_id, JobFault.CORRUPT))
     world.do(JobDone(second.job_id, header=None))
     assert world.of(engine.StartSequence)[0].cached_tokens == 0
@@ -284,13 +290,7 @@ def test_a_block_that_is_lost_on_the_way_is_computed() -> None:
 
 
 def test_a_block_that_cannot_be_read_right_now_is_computed_and_stays() -> None:
-    from kvsp_core.roles.role import JobFailed, JobFault
-
-    world = World()
-    world.beside.hold(*KEYS)
-    world.begin(PROMPT)
-    first, second = world.of(ReadBlock)
-    world.answered_jobs.update((first.job_id, second.job_id))
+    world, first, second = reading()
     world.do(JobFailed(first.job_id, JobFault.BUSY))
     world.do(JobFailed(second.job_id, JobFault.BUSY))
     assert world.of(engine.StartSequence)[0].cached_tokens == 0
@@ -299,11 +299,7 @@ def test_a_block_that_cannot_be_read_right_now_is_computed_and_stays() -> None:
 
 @pytest.mark.requirement("BR-5")
 def test_a_block_that_is_not_what_was_stored_never_reaches_the_engine() -> None:
-    world = World()
-    world.beside.hold(*KEYS)
-    world.begin(PROMPT)
-    first, second = world.of(ReadBlock)
-    world.answered_jobs.update((first.job_id, second.job_id))
+    world, first, second = reading()
     world.do(JobDone(second.job_id, header=HEADER, layer_digests=digests_of("rotten")))
     world.do(JobDone(first.job_id, header=HEADER, layer_digests=digests_of(KEYS[0])))
     world.run_jobs()

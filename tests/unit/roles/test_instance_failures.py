@@ -42,6 +42,7 @@ from kvsp_core.roles.role import (
     JobFailed,
     JobFault,
     LayerArrived,
+    ReadBlock,
     RequestEnded,
     Respond,
 )
@@ -414,13 +415,19 @@ def test_a_shard_attends_over_its_complete_blocks_where_its_end_is_open() -> Non
     assert command.ranges == ((0, 8),)
 
 
-def test_a_shard_that_the_engine_does_not_take_or_the_tier_does_not_give_is_not_used() -> None:
+def reading_a_shard() -> tuple[World, ReadBlock, ReadBlock]:
+    """A change of a map is committed; the two blocks that it gives are being read."""
     world = World()
     world.ask(PC, ReshardGroup(), plan(4, 5, fetch=(FetchRange(tokens=(0, 8), from_=HOLDER),)))
     world.load(*KEYS)
     world.ask(PC, ReshardGroup(), ReshardCommit(map="m", commit=5))
-    first, second = list(world.jobs())
+    first, second = world.of(ReadBlock)
     world.answered_jobs.update((first.job_id, second.job_id))
+    return world, first, second
+
+
+def test_a_shard_that_the_engine_does_not_take_or_the_tier_does_not_give_is_not_used() -> None:
+    world, first, second = reading_a_shard()
     world.do(JobFailed(first.job_id, JobFault.CORRUPT))
     from tests.unit.roles.instance_world import HEADER
 
@@ -433,12 +440,7 @@ def test_a_shard_that_the_engine_does_not_take_or_the_tier_does_not_give_is_not_
 
 
 def test_a_block_of_a_shard_that_cannot_be_read_right_now_stays() -> None:
-    world = World()
-    world.ask(PC, ReshardGroup(), plan(4, 5, fetch=(FetchRange(tokens=(0, 8), from_=HOLDER),)))
-    world.load(*KEYS)
-    world.ask(PC, ReshardGroup(), ReshardCommit(map="m", commit=5))
-    first, second = list(world.jobs())
-    world.answered_jobs.update((first.job_id, second.job_id))
+    world, first, second = reading_a_shard()
     world.do(JobFailed(first.job_id, JobFault.BUSY))
     world.do(JobFailed(second.job_id, JobFault.BUSY))
     assert world.of(engine.LoadShard) == []
