@@ -254,7 +254,7 @@ def open_traces(environment: Mapping[str, str] = os.environ) -> Exporting | None
         return None
     log = structlog.get_logger()
     if find_spec("opentelemetry") is None or find_spec("opentelemetry.sdk") is None:
-        log.warning("no traces: install the extra otel, pip install 'kvsp[otel]'")
+        log.warning("no traces: the extra otel is missing; in a checkout run: pip install '.[otel]'")
         return None
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider

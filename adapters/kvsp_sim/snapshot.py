@@ -28,10 +28,8 @@ __all__ = ["copied", "frozen"]
 _PLAIN: Final = frozenset({int, str, bytes, bool, float, type(None), type, range})
 _OPAQUE: Final = (
     *(types.FunctionType, types.BuiltinFunctionType, types.ModuleType, re.Pattern, Enum, type),
-    *(struct.Struct, Policy, Router, types.UnionType),
+    *(struct.Struct, Policy, Router),
 )
-_MEMOS: Final = frozenset({"_readers"})
-"""Attributes that remember what can be computed again: no part of the state."""
 _POINT_IN_TIME: Final = re.compile(
     r"(?:^|_)(?:at|deadline|due|until|expiry|expires|since|next|last|started)_ms$"
 )
@@ -214,5 +212,4 @@ class _Freezing:
         if hasattr(value, "freeze"):
             own: Hashable = value.freeze(self.now_ms)
             return type(value), own
-        fields = [(field, freeze(item, field)) for field, item in _attributes(value) if field not in _MEMOS]
-        return type(value), tuple(fields)
+        return type(value), tuple([(field, freeze(item, field)) for field, item in _attributes(value)])

@@ -9,7 +9,8 @@ or not what it should be. Requirements HT-4, HT-5, HT-8, SE-1; decisions W10 and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TypeAlias
+from types import MappingProxyType
+from typing import Final, TypeAlias
 
 import attrs
 
@@ -21,7 +22,15 @@ from kvsp_core.identity import CompatibilityDescriptor
 from kvsp_core.messages import ReshardMessage, decode_reshard
 from kvsp_core.problems import BAD_REQUEST, TOO_LARGE, Problem
 from kvsp_core.registries import JSON_MEDIA_TYPE
-from kvsp_core.resources import Operation, Refusal, RoleName, Router, check_head, resource_of
+from kvsp_core.resources import (
+    RESOURCES,
+    Operation,
+    Refusal,
+    RoleName,
+    Router,
+    check_head,
+    resource_of,
+)
 from kvsp_core.roles.role import (
     BodyArrived,
     BodyFailed,
@@ -81,7 +90,6 @@ class Desk:
         self._router = Router(served)
         self._allow = allow
         self._awaiting: dict[int, Asked] = {}  # requests whose body is being taken in
-        self._readers: dict[object, Callable[[bytes], object]] = {}
 
     def take(self, item: Intake) -> tuple[Asked | None, tuple[Effect, ...]]:
         """Take an input in; return the request that is now to be served, if any, and what is to be done."""
@@ -125,27 +133,12 @@ class Desk:
         if not octets and not row.body_required:
             return asked, ()
         try:
-            body = self._read(row.body, octets)
+            body = _READERS[row.body](octets)
         except RemoteProtocolError as error:
             return None, (refuse(request_id, Problem(BAD_REQUEST, str(error))),)
         except LimitExceeded as error:
             return None, (refuse(request_id, Problem(TOO_LARGE, str(error))),)
-        return (
-            Asked(
-                request_id=request_id,
-                client=asked.client,
-                operation=asked.operation,
-                request=asked.request,
-                body=body,
-            ),
-            (),
-        )
-
-    def _read(self, kind: object, octets: bytes) -> object:
-        read = self._readers.get(kind)
-        if read is None:
-            read = self._readers[kind] = _reader(kind)
-        return read(octets)
+        return attrs.evolve(asked, body=body), ()
 
 
 def _reader(kind: object) -> Callable[[bytes], object]:
@@ -156,3 +149,13 @@ def _reader(kind: object) -> Callable[[bytes], object]:
         return decode_reshard
     assert isinstance(kind, type)
     return decoder(kind)
+
+
+_READERS: Final = MappingProxyType(
+    {
+        row.body: _reader(row.body)
+        for row in RESOURCES
+        if row.body is not None and row.body_type == JSON_MEDIA_TYPE
+    }
+)
+"""What reads the bodies of each class: made once, as that takes longer than reading."""

@@ -24,6 +24,6 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("kvsp"):
             raise
-        print(f"kvsp: {error.name} is not installed; run: pip install 'kvsp[cli]'", file=sys.stderr)
+        print(f"kvsp: {error.name} is missing; in a checkout run: pip install '.[cli]'", file=sys.stderr)
         sys.exit(2)
     sys.exit(run(sys.argv[1:]))

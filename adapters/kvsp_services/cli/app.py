@@ -103,7 +103,7 @@ def run(arguments: list[str]) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("kvsp"):
             raise
-        _say(f"this command needs {error.name}; run: pip install 'kvsp[all]'")
+        _say(f"this command needs {error.name}; in a checkout run: pip install '.[all]'")
         return USAGE
     except OSError as error:
         _say(f"{error.filename or 'operating system'}: {error.strerror or error}")
