@@ -189,8 +189,8 @@ class Network(BaseNetwork):
         pool_limits: PoolLimits | None = None,
     ) -> Pool:
         """Return the role at `base_uri` as something to call. Connections are opened as calls need them."""
-        pool = self._pool(credentials, base_uri, limits, pool_limits)
-        self._parts.append(_Dialer(self, pool))
+        pool = self._pool(base_uri, limits, pool_limits)
+        self._parts.append(_Dialer(self, pool, credentials))
         return pool
 
     def filenos(self) -> set[int]:
@@ -230,8 +230,8 @@ class _Dialer(BaseDialer[Link[ClientConnection]]):
 
     _network: Network
 
-    def __init__(self, network: Network, pool: Pool) -> None:
-        super().__init__(network, pool)
+    def __init__(self, network: Network, pool: Pool, credentials: Credentials) -> None:
+        super().__init__(network, pool, credentials)
         self._dials: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
 

@@ -17,8 +17,6 @@ from kvsp_h2.events import ConnectionEnded, Established, Event, ExchangeEnded, O
 from kvsp_h2.frames import Buffer
 from kvsp_h2.http2 import ClientConnection
 from kvsp_h2.limits import WireLimits
-from kvsp_h2.secure import SecureConnection, secure_client
-from kvsp_h2.tls import Credentials
 
 __all__ = ["Call", "Link", "Pool", "PoolLimits"]
 
@@ -145,7 +143,6 @@ class Pool:
 
     def __init__(
         self,
-        credentials: Credentials,
         base_uri: str,
         jitter: Callable[[], float],
         *,
@@ -155,7 +152,6 @@ class Pool:
         self.base_uri = base_uri
         self.wire_limits = wire_limits or WireLimits()
         self.wake: Callable[[], None] = _nothing
-        self._credentials = credentials
         self._jitter = jitter
         self._limits = limits or PoolLimits()
         self._waiting: OrderedDict[Call, None] = OrderedDict()
@@ -207,12 +203,6 @@ class Pool:
             return False
         self._dialing += 1
         return True
-
-    def dial(self, now_ms: int, scratch: memoryview) -> SecureConnection[ClientConnection]:
-        """Return the client's end of a connection, for a stream that was opened."""
-        return secure_client(
-            self._credentials, self.base_uri, now_ms, limits=self.wire_limits, scratch=scratch
-        )
 
     def next_deadline_ms(self) -> int | None:
         """Return when `wants_dial` is to be asked again; None where time does not matter."""

@@ -15,7 +15,7 @@ from kvsp_h2.events import Established, Event
 from kvsp_h2.http2 import ClientConnection, ServerConnection
 from kvsp_h2.limits import WireLimits
 from kvsp_h2.pool import Pool, PoolLimits
-from kvsp_h2.secure import SCRATCH_BYTES, SecureConnection, secure_server
+from kvsp_h2.secure import SCRATCH_BYTES, SecureConnection, secure_client, secure_server
 from kvsp_h2.tls import Credentials
 
 __all__ = ["BACKLOG", "RECEIVE_BYTES", "BaseDialer", "BaseLink", "BaseListener", "BaseNetwork", "Links"]
@@ -155,10 +155,11 @@ class BaseListener(ABC, Generic[LinkT]):
 class BaseDialer(ABC, Generic[LinkT]):
     """Opens the connections that a pool wants."""
 
-    def __init__(self, network: BaseNetwork, pool: Pool) -> None:
+    def __init__(self, network: BaseNetwork, pool: Pool, credentials: Credentials) -> None:
         self.links: Links[LinkT] = Links()
         self._network = network
         self._pool = pool
+        self._credentials = credentials
         self._closing = False
         pool.wake = self._look
 
@@ -186,7 +187,14 @@ class BaseDialer(ABC, Generic[LinkT]):
             link.abort()
 
     def _connection(self) -> SecureConnection[ClientConnection]:
-        return self._pool.dial(self._network.now_ms(), self._network.scratch)
+        network, pool = self._network, self._pool
+        return secure_client(
+            self._credentials,
+            pool.base_uri,
+            network.now_ms(),
+            limits=pool.wire_limits,
+            scratch=network.scratch,
+        )
 
     def _receive(self, link: LinkT, event: Event) -> None:
         self._pool.receive(link, event, self._network.now_ms())
@@ -225,10 +233,8 @@ class BaseNetwork(ABC):
         return secure_server(credentials, base_uri, self.now_ms(), limits=limits, scratch=self.scratch)
 
     @staticmethod
-    def _pool(
-        credentials: Credentials, base_uri: str, limits: WireLimits | None, pool_limits: PoolLimits | None
-    ) -> Pool:
-        return Pool(credentials, base_uri, random.random, limits=pool_limits, wire_limits=limits)
+    def _pool(base_uri: str, limits: WireLimits | None, pool_limits: PoolLimits | None) -> Pool:
+        return Pool(base_uri, random.random, limits=pool_limits, wire_limits=limits)
 
     def _shut_down(self) -> None:
         """Begin to close everything in order."""

@@ -173,8 +173,8 @@ class Network(BaseNetwork):
 
         `connect` opens them where they are not to go to the host and port of the base URI.
         """
-        pool = self._pool(credentials, base_uri, limits, pool_limits)
-        self._parts.append(_Dialer(self, pool, connect))
+        pool = self._pool(base_uri, limits, pool_limits)
+        self._parts.append(_Dialer(self, pool, credentials, connect))
         return pool
 
     async def close(self) -> None:
@@ -228,9 +228,13 @@ class _Dialer(BaseDialer[Link[ClientConnection]]):
     _network: Network
 
     def __init__(
-        self, network: Network, pool: Pool, connect: Callable[[], Awaitable[trio.abc.Stream]] | None
+        self,
+        network: Network,
+        pool: Pool,
+        credentials: Credentials,
+        connect: Callable[[], Awaitable[trio.abc.Stream]] | None,
     ) -> None:
-        super().__init__(network, pool)
+        super().__init__(network, pool, credentials)
         self._connect = connect or self._connect_to_host
         self._waits = trio.CancelScope()
         self._dials = trio.CancelScope()
