@@ -19,22 +19,19 @@ from kvsp_core.heads import Response
 from kvsp_core.problems import BAD_REQUEST, DIGEST_MISMATCH, TOO_LARGE, Problem
 from kvsp_core.roles.role import (
     AnswerForm,
-    AnswerReceived,
     BlockArrived,
     BlockReceived,
     BodyArrived,
     BodyFailed,
     Call,
-    CallFailed,
     Input,
     LayerArrived,
-    LineReceived,
     OutputReady,
-    RequestEnded,
     Respond,
     StreamEnded,
     StreamStarted,
 )
+from kvsp_sim.carried import CarriedCall, CarriedRequest
 from kvsp_sim.network import Connection
 from kvsp_sim.wire import is_idempotent, request_on_wire, response_on_wire
 
@@ -52,44 +49,18 @@ _UNNOTICED: Final = 0.1
 """How often nothing tells that a connection is gone, but the silence."""
 
 
-class Exchange:
+class Exchange(CarriedCall):
     """A call under way."""
 
-    __slots__ = (
-        "body",
-        "call",
-        "caller",
-        "collected",
-        "deadline_ms",
-        "leg",
-        "legs",
-        "life",
-        "open",
-        "request",
-        "rest",
-        "started",
-    )
+    __slots__ = ("collected", "leg", "legs", "request", "started")
 
     def __init__(self, caller: Host, call: Call, body: bytes) -> None:
-        self.caller = caller
-        self.call = call
-        self.body = body
+        super().__init__(caller, call, body)
         self.request = request_on_wire(call.request, len(body))
-        self.life = caller.life
-        self.open = True
         self.started = False  # something of the answer has come
         self.leg: Leg | None = None
         self.legs = 0
-        self.rest = b""
         self.collected: tuple[Response, list[bytes]] | None = None
-        self.deadline_ms = 0
-
-    def begin(self) -> None:
-        """Send the request."""
-        self.caller.witness.called(self.caller, self.call, self.body)
-        self._expect_within(self.call.timeout_ms)
-        self._arm()
-        self._send()
 
     def _send(self) -> None:
         caller = self.caller
@@ -102,49 +73,15 @@ class Exchange:
         self.leg = Leg(self, target, connection)
         caller.network.send(connection, True, self.leg.arrive)
 
-    # Time
-
-    def _expect_within(self, timeout_ms: int) -> None:
-        self.deadline_ms = self.caller.now_ms + timeout_ms
-
-    def _arm(self) -> None:
-        caller = self.caller
-        caller.world.at(caller.process.clock.when(self.deadline_ms), self._expire)
-
-    def _expire(self) -> None:
-        if not self.alive:
-            return
-        if self.caller.now_ms < self.deadline_ms:
-            self._arm()
-            return
-        self.fail("timed out")
-
     # Ends
-
-    @property
-    def alive(self) -> bool:
-        """Whether the caller still waits."""
-        return self.open and self.caller.life == self.life
 
     def end(self, item: Input) -> None:
         """Bring the caller the last it hears of the call."""
-        self.open = False
-        self.caller.calls.pop(self.call.call_id, None)
         if self.leg is not None:
             self.leg.release()
-        self.caller.deliver(item)
+        super().end(item)
 
-    def fail(self, reason: str) -> None:
-        """Say that there is no whole answer."""
-        if not self.alive:
-            return
-        if self.leg is not None:
-            self.leg.abandon()
-        self.end(CallFailed(self.call.call_id, reason))
-
-    def cancel(self) -> None:
-        """The caller gave the call up."""
-        self.open = False
+    def _give_up(self) -> None:
         if self.leg is not None:
             self.leg.abandon()
 
@@ -176,15 +113,14 @@ class Exchange:
         good = response.is_success
         self.started = True
         if call.form is AnswerForm.LINES and streaming and good:
-            self._expect_within(call.timeout_ms)
+            self.expect_more()
             self.caller.deliver(StreamStarted(call.call_id, response))
         elif call.form is AnswerForm.BLOCK and good:
             self._take_block(response, body)
         elif streaming:
             self.collected = (response, [])
         else:
-            self.caller.witness.answered(self.caller, call, response, body)
-            self.end(AnswerReceived(call.call_id, response, body))
+            self.end_with(response, body)
 
     def _take_block(self, response: Response, body: bytes) -> None:
         call, caller = self.call, self.caller
@@ -225,22 +161,14 @@ class Exchange:
             response, pieces = self.collected
             pieces.append(data)
             if end:
-                body = b"".join(pieces)
-                self.caller.witness.answered(self.caller, self.call, response, body)
-                self.end(AnswerReceived(self.call.call_id, response, body))
+                self.end_with(response, b"".join(pieces))
             return
-        *lines, self.rest = (self.rest + data).split(b"\n")
-        for line in lines:
-            if not self.alive:
-                return
-            self._expect_within(self.call.timeout_ms)
-            self.caller.witness.line_received(self.caller, self.call, line)
-            self.caller.deliver(LineReceived(self.call.call_id, line))
+        self.take_lines(data)
         if end and self.alive:
             self.end(StreamEnded(self.call.call_id))
 
 
-class Leg:
+class Leg(CarriedRequest):
     """One copy of a request, and what is sent back on it."""
 
     __slots__ = (
@@ -249,23 +177,12 @@ class Leg:
         "_under_way",
         "connection",
         "exchange",
-        "life",
-        "open",
-        "request_id",
-        "responded",
-        "sent_bytes",
-        "server",
     )
 
     def __init__(self, exchange: Exchange, server: Host, connection: Connection) -> None:
+        super().__init__(server, exchange.request, exchange.body)
         self.exchange = exchange
-        self.server = server
         self.connection = connection
-        self.life = 0
-        self.request_id = 0
-        self.open = False  # the role was told of it, and not yet that it ended
-        self.responded = False
-        self.sent_bytes = 0
         self._under_way = 0
         self._held: deque[tuple[bytes, bool]] = deque()
         self._resume_us = 0
@@ -275,6 +192,11 @@ class Leg:
     def client(self) -> str:
         """The principal of the caller."""
         return self.exchange.caller.base_uri
+
+    @property
+    def heard(self) -> bool:
+        """Whether what is answered now may come to the caller."""
+        return self.open and self.connection.open
 
     # The connection
 
@@ -286,13 +208,13 @@ class Leg:
     def abandon(self) -> None:
         """Tell the other side that nobody waits any more."""
         if self.connection.open:
-            self.server.network.send(self.connection, True, self._end, False)
+            self.server.network.send(self.connection, True, self.end, False)
 
     def _lost(self) -> None:
         self.exchange.connection_lost(self)
         if self.open:
             random = self.server.randomness
-            self.server.later(random.spread(1, 200_000), self._end, False)
+            self.server.later(random.spread(1, 200_000), self.end, False)
 
     # At the server
 
@@ -302,26 +224,19 @@ class Leg:
         if not self.connection.open:
             if server.randomness.chance(0.5):
                 return
-            server.later(server.randomness.spread(1, 200_000), self._end, False)
+            server.later(server.randomness.spread(1, 200_000), self.end, False)
         if server.role is None or not server.process.up:
             caller.later(server.network.faults.most_us, self._refused)
             return
-        self.life = server.life
-        self.open = True
-        self.request_id = server.open_request(self)
-        server.receive(self, caller.base_uri, self.exchange.request)
+        self.tell()
 
     def _refused(self) -> None:
         if self.exchange.leg is self:
             self.exchange.fail("no connection")
 
-    @property
-    def _alive(self) -> bool:
-        return self.open and self.server.life == self.life
-
     def receive_body(self, limit_bytes: int) -> None:
         """Bring the role the body."""
-        body = self.exchange.body
+        body = self.body
         item: Input
         if len(body) > limit_bytes:
             item = BodyFailed(
@@ -329,11 +244,11 @@ class Leg:
             )
         else:
             item = BodyArrived(self.request_id, body)
-        self._soon(self._deliver_if_open, item)
+        self.soon(self.deliver, item)
 
     def receive_block(self, buffer: int, limit_bytes: int) -> None:
         """Bring the role the body as a container."""
-        server, body = self.server, self.exchange.body
+        server, body = self.server, self.body
         try:
             incoming = IncomingBlock(max_size_bytes=limit_bytes)
             events = (*incoming.receive_data(body), *(() if incoming.ended else incoming.receive_eof()))
@@ -342,7 +257,7 @@ class Leg:
         last = events[-1] if events else BlockRefused(Problem(TOO_LARGE, "the container is too large"))
         problem = last.problem if isinstance(last, BlockRefused) else self._digest_problem(body)
         if problem is not None:
-            self._soon(self._deliver_if_open, BodyFailed(self.request_id, problem))
+            self.soon(self.deliver, BodyFailed(self.request_id, problem))
             return
         assert isinstance(last, ContainerEnded)
         server.buffers[buffer] = body
@@ -351,55 +266,40 @@ class Leg:
         for event in events:
             if isinstance(event, LayerComplete):
                 delay_us += server.randomness.between(1, server.network.faults.most_us)
-                server.later(delay_us, self._deliver_if_open, LayerArrived(buffer, event.layer, event.digest))
+                server.later(delay_us, self.deliver, LayerArrived(buffer, event.layer, event.digest))
                 digests.append(event.digest)
         whole = BlockArrived(
             self.request_id, buffer, last.header, tuple(digests), hashlib.sha256(body).hexdigest()
         )
-        server.later(delay_us + 1, self._deliver_if_open, whole)
+        server.later(delay_us + 1, self.deliver, whole)
 
     def _digest_problem(self, body: bytes) -> Problem | None:
-        request = self.exchange.request
+        request = self.request
         stated = {request.content_digest, request.repr_digest} - {None}
         if stated and stated != {hashlib.sha256(body).hexdigest()}:
             return Problem(DIGEST_MISMATCH, "the body does not match its digest")
         return None
 
-    def _soon(self, call: object, *arguments: object) -> None:
-        server = self.server
-        server.later(server.randomness.below(100), call, *arguments)  # type: ignore[arg-type]
-
-    def _deliver_if_open(self, item: Input) -> None:
-        if self._alive:
-            self.server.deliver(item)
-
     def respond(self, effect: Respond, body: bytes) -> None:
         """Send an answer back."""
         server, exchange = self.server, self.exchange
-        if self.responded:
-            raise AssertionError(f"{server.name} answered a request twice")
-        self.responded = True
-        server.witness.responded(self, effect, body)
-        response = effect.response
-        if server.lies is not None and not isinstance(effect.body, bytes):
-            body, response = server.lies(body, response)
+        response, body = self.answer(effect, body)
         head = response_on_wire(response, None if effect.streaming else len(body))
         if self.connection.open:
             server.network.send(self.connection, False, exchange.answered, self, head, body, effect.streaming)
         if not effect.streaming:
             self.sent_bytes = len(body) if self.connection.open else 0
-            self._soon(self._end, self.connection.open)
+            self.soon(self.end, self.connection.open)
 
     def send(self, data: bytes, end: bool) -> None:
         """Send a piece of a streamed answer."""
         server = self.server
-        server.witness.streamed(self, data, end)
         self.sent_bytes += len(data)
         self._under_way += len(data)
         if self.connection.open:
             server.network.send(self.connection, False, self._piece, data, end)
         if end:
-            self._soon(self._end, self.connection.open)
+            self.soon(self.end, self.connection.open)
 
     def _piece(self, data: bytes, end: bool) -> None:
         server = self.server
@@ -420,16 +320,12 @@ class Leg:
     def _pass(self, data: bytes, end: bool) -> None:
         self._under_way -= len(data)
         if self._under_way <= WINDOW_BYTES // 2 and not end:
-            self._deliver_if_open(OutputReady(self.request_id))
+            self.deliver(OutputReady(self.request_id))
         if self.connection.open:
             self.exchange.piece(self, data, end)
 
-    def _end(self, complete: bool) -> None:
-        if not self._alive:
-            return
-        self.open = False
-        self.connection.riders.pop(self, None)
-        self.server.requests.pop(self.request_id, None)
-        if not self.responded:
-            self.server.left[self.request_id] = self
-        self.server.deliver(RequestEnded(self.request_id, complete, self.sent_bytes if self.responded else 0))
+    def end(self, complete: bool) -> None:
+        """Tell the role that the request is over."""
+        if self.alive:
+            self.connection.riders.pop(self, None)
+            super().end(complete)

@@ -15,7 +15,7 @@ from typing import ClassVar, Final, Protocol, TypeAlias
 
 import attrs
 
-from kvsp_core.heads import Request, Response
+from kvsp_core.heads import Response
 from kvsp_core.roles.engine import EngineCommand
 from kvsp_core.roles.role import (
     AnswerForm,
@@ -161,27 +161,15 @@ class _OpenRequest:
     parts: int = 0
 
 
-@attrs.frozen
-class _Exchange:
-    request: Request
-    body: bytes
-
-
-@attrs.frozen
-class _Connection:
-    open: bool = True
-
-
 class _Leg:
     """A request as the witness wants to see it."""
 
-    connection: Final = _Connection()
-    open: Final = True
+    heard: Final = True
 
     def __init__(self, node: ExploredNode, question: Question) -> None:
         self.server = node
         self.client = question.source
-        self.exchange = _Exchange(question.request, question.body)
+        self.request, self.body = question.request, question.body
 
 
 class Engine(Protocol):

@@ -53,10 +53,11 @@ from kvsp_core.roles.role import (
     TimerFired,
 )
 from kvsp_sim.blocks import described
+from kvsp_sim.carried import CarriedCall, CarriedRequest, Carry
 from kvsp_sim.clock import Clock
 from kvsp_sim.disk import DurableStore, StorageFaults, Tier, catalogue
 from kvsp_sim.engine import SimulatedEngine
-from kvsp_sim.exchange import Exchange, Leg
+from kvsp_sim.exchange import Exchange
 from kvsp_sim.network import Network
 from kvsp_sim.trace import Event
 from kvsp_sim.witness import Witness
@@ -108,12 +109,13 @@ RoleFactory: TypeAlias = Callable[[Start], Role]
 
 
 class Cluster:
-    """All processes of a simulation, and what they share: time, network, witness."""
+    """All processes of a simulation, and what they share; `carry` is what carries their calls."""
 
-    def __init__(self, world: World, network: Network, witness: Witness) -> None:
+    def __init__(self, world: World, network: Network, witness: Witness, carry: Carry = Exchange) -> None:
         self.world = world
         self.network = network
         self.witness = witness
+        self.carry = carry
         self.processes: dict[str, Process] = {}
         self.hosts: dict[str, Host] = {}
         self.counts: Counter[str] = Counter()
@@ -138,7 +140,7 @@ class Process:
         self.paused = False
         self.starts = 0
         self.hosts: list[Host] = []
-        self._inbox: deque[tuple[Host, int, Input | Instruction]] = deque()
+        self._inbox: deque[tuple[Host, int, Callable[..., None], tuple[object, ...]]] = deque()
 
     def add(self, host: Host) -> None:
         """Add a host."""
@@ -176,15 +178,15 @@ class Process:
         """Go on, and take in what came meanwhile."""
         self.paused = False
         while self._inbox and not self.paused:
-            host, life, item = self._inbox.popleft()
+            host, life, call, arguments = self._inbox.popleft()
             if life == host.life:
-                host.take(item)
+                call(*arguments)
         for host in self.hosts:
             host.arm_timer()
 
-    def keep(self, host: Host, item: Input | Instruction) -> None:
-        """Keep an input for when the process goes on."""
-        self._inbox.append((host, host.life, item))
+    def keep(self, host: Host, call: Callable[..., None], *arguments: object) -> None:
+        """Have something done for a host when the process goes on."""
+        self._inbox.append((host, host.life, call, arguments))
 
 
 class Host:
@@ -218,9 +220,9 @@ class Host:
         self.life = 0
         self.role: Role | None = None
         self.lies: Callable[[bytes, Response], tuple[bytes, Response]] | None = None
-        self.calls: dict[int, Exchange] = {}
-        self.requests: dict[int, Leg] = {}
-        self.left: dict[int, Leg] = {}  # whose client is gone, and which the role may still answer
+        self.calls: dict[int, CarriedCall] = {}
+        self.requests: dict[int, CarriedRequest] = {}
+        self.left: dict[int, CarriedRequest] = {}  # whose client is gone, and which the role may still answer
         self.buffers: dict[int, bytes] = {}
         self.engine: SimulatedEngine | None = None
         self._factory = factory
@@ -300,7 +302,7 @@ class Host:
         on.
         """
         if self.process.paused:
-            self.process.keep(self, item)
+            self.process.keep(self, self.take, item)
         else:
             self.take(item)
 
@@ -396,13 +398,13 @@ class Host:
 
     # Requests to the role
 
-    def open_request(self, leg: Leg) -> int:
+    def open_request(self, leg: CarriedRequest) -> int:
         """Number a request."""
         self._next_request += 1
         self.requests[self._next_request] = leg
         return self._next_request
 
-    def receive(self, leg: Leg, client: str, request: Request) -> None:
+    def receive(self, leg: CarriedRequest, client: str, request: Request) -> None:
         """Bring the role the head of a request."""
         self.deliver(RequestReceived(leg.request_id, client, request))
 
@@ -434,7 +436,7 @@ class Host:
     # Calls of the role
 
     def _call(self, effect: Call) -> None:
-        exchange = Exchange(self, effect, self.octets(effect.body))
+        exchange = self.cluster.carry(self, effect, self.octets(effect.body))
         self.calls[effect.call_id] = exchange
         exchange.begin()
 

@@ -51,7 +51,7 @@ from kvsp_sim.overheard import Overheard
 from kvsp_sim.properties import Properties
 
 if TYPE_CHECKING:
-    from kvsp_sim.exchange import Leg
+    from kvsp_sim.carried import CarriedRequest
     from kvsp_sim.host import Host
 
 __all__ = ["Witness"]
@@ -213,7 +213,7 @@ class Witness:
         self._scopes: dict[str, str] = {}  # of sessions, blocks and shard maps, by their names
         self._in_engine: set[tuple[str, str, Range]] = set()  # member, map, tokens
         self._faulty: set[tuple[str, str]] = set()
-        self._answers: dict[tuple[str, str], Callable[[Leg, Respond, bytes], None]] = {
+        self._answers: dict[tuple[str, str], Callable[[CarriedRequest, Respond, bytes], None]] = {
             ("PUT", "replicas"): self._record_taken,
             ("DELETE", "replicas"): self._record_withdrawn,
             ("POST", "lookup"): self._looked_up,
@@ -270,9 +270,9 @@ class Witness:
             holder, key = path.split("/")[1:]
             self.observe(WithdrawalSent(holder=self._holder(holder), block=key))
 
-    def responded(self, leg: Leg, effect: Respond, body: bytes) -> None:
+    def responded(self, leg: CarriedRequest, effect: Respond, body: bytes) -> None:
         """A role answers a request, whether its client still hears it or not."""
-        request = leg.exchange.request
+        request = leg.request
         kind = request.path.removeprefix("ext/").split("/", 1)[0]
         handler = self._answers.get((request.method, kind))
         if handler is not None:
@@ -335,9 +335,6 @@ class Witness:
         if response.status == 409 and call.request.path.startswith("replicas/"):
             self._faulty.add((host.base_uri, call.request.path.split("/")[2]))
 
-    def streamed(self, leg: Leg, data: bytes, end: bool) -> None:
-        """A role sends a piece of a streamed answer."""
-
     def stream_opened(self, stream: Hashable, prompt: tuple[int, ...]) -> None:
         """A user asks for output; no two ask with the same prompt."""
         self._streams_by_prompt[prompt] = stream
@@ -362,9 +359,9 @@ class Witness:
     def _disclosed_of(self, client: str, name: str) -> None:
         self._disclosed(client, self._scopes.get(name))
 
-    def _record_taken(self, leg: Leg, effect: Respond, body: bytes) -> None:
+    def _record_taken(self, leg: CarriedRequest, effect: Respond, body: bytes) -> None:
         if effect.response.is_success:
-            record = _read_record(leg.exchange.body)
+            record = _read_record(leg.body)
             self._scopes[record.block_key] = record.scope_id
             self.overheard.blocks.append((record.holder, record.block_key))
             granted = _read_granted(body)
@@ -372,13 +369,13 @@ class Witness:
             self._disclosed(leg.client, record.scope_id)
             self.observe(RecordTaken(holder=record.holder, block=record.block_key, until_ms=until_ms))
 
-    def _record_withdrawn(self, leg: Leg, effect: Respond, _: bytes) -> None:
+    def _record_withdrawn(self, leg: CarriedRequest, effect: Respond, _: bytes) -> None:
         if effect.response.status == 204:
-            holder, key = leg.exchange.request.path.split("/")[1:]
+            holder, key = leg.request.path.split("/")[1:]
             self._disclosed_of(leg.client, key)
             self.observe(RecordWithdrawn(holder=self._holder(holder), block=key))
 
-    def _looked_up(self, leg: Leg, effect: Respond, body: bytes) -> None:
+    def _looked_up(self, leg: CarriedRequest, effect: Respond, body: bytes) -> None:
         if not effect.response.is_success:
             return
         now_ms = leg.server.now_ms
@@ -390,11 +387,11 @@ class Witness:
         for scope in sorted(scopes):
             self._disclosed(leg.client, scope)
 
-    def _lease_granted(self, leg: Leg, effect: Respond, body: bytes) -> None:
-        if effect.response.status != 201 or not leg.open or not leg.connection.open:
+    def _lease_granted(self, leg: CarriedRequest, effect: Respond, body: bytes) -> None:
+        if effect.response.status != 201 or not leg.heard:
             return  # nobody holds a lease that nobody was told of
         granted = _read_granted(body)
-        keys = _read_lease(leg.exchange.body).block_keys
+        keys = _read_lease(leg.body).block_keys
         for key in keys:
             self._disclosed_of(leg.client, key)
         self.overheard.leases.append((leg.server.base_uri, granted.lease))
@@ -410,36 +407,36 @@ class Witness:
             )
         )
 
-    def _lease_renewed(self, leg: Leg, effect: Respond, body: bytes) -> None:
+    def _lease_renewed(self, leg: CarriedRequest, effect: Respond, body: bytes) -> None:
         if effect.response.status == 200:
             now_ms = leg.server.now_ms
             self.observe(
                 LeaseRenewed(
                     holder=leg.server.base_uri,
-                    lease=leg.exchange.request.path.split("/")[1],
+                    lease=leg.request.path.split("/")[1],
                     now_ms=now_ms,
                     until_ms=now_ms + _read_granted(body).ttl_ms + 1,
                 )
             )
 
-    def _lease_released(self, leg: Leg, effect: Respond, _: bytes) -> None:
+    def _lease_released(self, leg: CarriedRequest, effect: Respond, _: bytes) -> None:
         if effect.response.status == 204:
-            lease = leg.exchange.request.path.split("/")[1]
+            lease = leg.request.path.split("/")[1]
             self.observe(LeaseReleased(holder=leg.server.base_uri, lease=lease))
 
-    def _block_disclosed(self, leg: Leg, effect: Respond, _: bytes) -> None:
+    def _block_disclosed(self, leg: CarriedRequest, effect: Respond, _: bytes) -> None:
         if effect.response.is_success:
-            self._disclosed(leg.client, leg.exchange.request.path.split("/")[2])
+            self._disclosed(leg.client, leg.request.path.split("/")[2])
 
-    def _status(self, leg: Leg, effect: Respond, _: bytes) -> None:
-        if effect.response.status == 200 and leg.exchange.request.path.startswith("instances/"):
-            epoch = _read_epoch(leg.exchange.body).epoch
+    def _status(self, leg: CarriedRequest, effect: Respond, _: bytes) -> None:
+        if effect.response.status == 200 and leg.request.path.startswith("instances/"):
+            epoch = _read_epoch(leg.body).epoch
             self.observe(StatusAcknowledged(instance=leg.client, epoch=epoch))
 
-    def _checkpoint(self, leg: Leg, effect: Respond, body: bytes) -> None:
-        session = leg.exchange.request.path.split("/")[1]
+    def _checkpoint(self, leg: CarriedRequest, effect: Respond, body: bytes) -> None:
+        session = leg.request.path.split("/")[1]
         if effect.response.status == 200:
-            checkpoint = _read_checkpoint(leg.exchange.body)
+            checkpoint = _read_checkpoint(leg.body)
             self.observe(
                 CheckpointAcknowledged(
                     session=session,
@@ -451,27 +448,27 @@ class Witness:
         elif effect.response.status == 404 and leg.client not in self.strangers:
             self.observe(SessionUnknown(session=session))
 
-    def _placed(self, leg: Leg, effect: Respond, body: bytes) -> None:
+    def _placed(self, leg: CarriedRequest, effect: Respond, body: bytes) -> None:
         if effect.response.is_success:
             placed = _read_placed(body)
-            scope = _read_placement(leg.exchange.body).prefixes[0].scope_id
+            scope = _read_placement(leg.body).prefixes[0].scope_id
             self._scopes[placed.session] = scope
             self._disclosed(leg.client, scope)
             self.overheard.sessions.append((placed.session, placed.instance))
             self.observe(SessionOwned(session=placed.session, epoch=placed.epoch, instance=placed.instance))
 
-    def _prefetched(self, leg: Leg, effect: Respond, _: bytes) -> None:
+    def _prefetched(self, leg: CarriedRequest, effect: Respond, _: bytes) -> None:
         if effect.response.is_success:
-            name = _read_directive(leg.exchange.body).directive
+            name = _read_directive(leg.body).directive
             self.overheard.directives.append((leg.server.base_uri, name))
 
-    def _output_begun(self, leg: Leg, effect: Respond, _: bytes) -> None:
-        path = leg.exchange.request.path
+    def _output_begun(self, leg: CarriedRequest, effect: Respond, _: bytes) -> None:
+        path = leg.request.path
         if effect.response.is_success and path.startswith("ext/"):
             self._disclosed_of(leg.client, path.split("/")[2])
 
-    def _session_told(self, leg: Leg, effect: Respond, body: bytes) -> None:
-        parts = leg.exchange.request.path.split("/")
+    def _session_told(self, leg: CarriedRequest, effect: Respond, body: bytes) -> None:
+        parts = leg.request.path.split("/")
         if len(parts) != 3:
             if effect.response.is_success:
                 for one in _read_sessions(body).sessions:
@@ -488,10 +485,10 @@ class Witness:
             elif told.instance is not None:
                 self.observe(SessionOwned(session=parts[2], epoch=told.epoch, instance=told.instance))
 
-    def _session_closed(self, leg: Leg, effect: Respond, _: bytes) -> None:
+    def _session_closed(self, leg: CarriedRequest, effect: Respond, _: bytes) -> None:
         if effect.response.is_success:
-            self._disclosed_of(leg.client, leg.exchange.request.path.split("/")[2])
-            self.observe(SessionClosed(session=leg.exchange.request.path.split("/")[2]))
+            self._disclosed_of(leg.client, leg.request.path.split("/")[2])
+            self.observe(SessionClosed(session=leg.request.path.split("/")[2]))
 
     def _plan_sent(self, member: str, plan: _Reshard) -> None:
         if plan.to is None:
@@ -514,10 +511,10 @@ class Witness:
             )
         )
 
-    def _reshard_answered(self, leg: Leg, effect: Respond, _: bytes) -> None:
+    def _reshard_answered(self, leg: CarriedRequest, effect: Respond, _: bytes) -> None:
         if effect.response.status != 200:
             return
-        plan = _read_reshard(leg.exchange.body)
+        plan = _read_reshard(leg.body)
         member = leg.server.base_uri
         if plan.to is not None:
             self.observe(PlanAccepted(map_id=plan.map, version=plan.to, member=member))
@@ -525,13 +522,13 @@ class Witness:
         version, commit = plan.decision()
         self.observe(DecisionTaken(map_id=plan.map, version=version, member=member, commit=commit))
 
-    def _attended(self, leg: Leg, effect: Respond, _: bytes) -> None:
+    def _attended(self, leg: CarriedRequest, effect: Respond, _: bytes) -> None:
         if effect.response.status == 200:
-            step = _read_attend(leg.exchange.body)
-            self._disclosed_of(leg.client, leg.exchange.request.path.split("/")[2])
+            step = _read_attend(leg.body)
+            self._disclosed_of(leg.client, leg.request.path.split("/")[2])
             self.observe(
                 StepServed(
-                    map_id=leg.exchange.request.path.split("/")[2],
+                    map_id=leg.request.path.split("/")[2],
                     version=step.version,
                     member=leg.server.base_uri,
                     ranges=tuple(step.ranges),
