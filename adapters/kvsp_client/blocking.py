@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager, suppress
 from types import TracebackType
 from typing import Any, Generic, TypeVar
@@ -17,7 +17,7 @@ from kvsp_client.client import Client
 from kvsp_client.errors import ClientClosed
 from kvsp_client.fetch import Fetch, FetchResult
 from kvsp_client.lease import HolderLease, Lease
-from kvsp_client.loop_thread import LoopThread, release, shared_loop
+from kvsp_client.loop_thread import LoopThread, Running, release, shared_loop
 from kvsp_client.memory import Sections
 from kvsp_client.settings import ClientSettings
 from kvsp_client.stats import ClientStats
@@ -39,11 +39,10 @@ class _Opened:
     client: Client
     context: Any
 
-    def begin(self, work: Callable[[], Awaitable[T]]) -> Future[T]:
+    def begin(self, work: Callable[..., Awaitable[T]], *arguments: Any, **options: Any) -> Running[T]:
         """Begin to do something in the loop."""
         with self._errors():
-            future: Future[T] = self.loop.portal.start_task_soon(work)
-            return future
+            return self.loop.begin(work, *arguments, **options)
 
     def call(self, work: Callable[..., Awaitable[T]], *arguments: Any, **options: Any) -> T:
         """Do something in the loop, and wait for it; see `LoopThread.call`."""
@@ -87,7 +86,7 @@ class BlockingClient:
         self._opened: _Opened | None = None
         self._closed = False
         self._pid = os.getpid()
-        self._jobs: set[Future[Any]] = set()
+        self._jobs: set[BlockingJob[Any]] = set()
 
     def __enter__(self) -> BlockingClient:
         return self
@@ -172,26 +171,18 @@ class BlockingClient:
         self, holder: str, keys: PrefixKeys, sections: Sections, *, deadline_ms: int | None = None
     ) -> StoreResult:
         """Store blocks from the caller's memory at a holder; see `Client.store`."""
-        job = self.start_store(holder, keys, sections, deadline_ms=deadline_ms)
-        try:
-            return job.result()
-        finally:
-            if not job.done:  # the wait was interrupted
-                job.cancel()
+        return self.start_store(holder, keys, sections, deadline_ms=deadline_ms).wait()
 
     def start_store(
         self, holder: str, keys: PrefixKeys, sections: Sections, *, deadline_ms: int | None = None
     ) -> BlockingJob[StoreResult]:
         """Begin to store blocks and return at once; the caller's memory is read until the job is done."""
         opened = self._open()
-
-        async def store() -> StoreResult:
-            return await opened.client.store(holder, keys, sections, deadline_ms=deadline_ms)
-
-        future = opened.begin(store)
-        self._jobs.add(future)
-        future.add_done_callback(self._jobs.discard)
-        return BlockingJob(future)
+        running = opened.begin(opened.client.store, holder, keys, sections, deadline_ms=deadline_ms)
+        job = BlockingJob(running)
+        self._jobs.add(job)
+        running.future.add_done_callback(lambda _: self._jobs.discard(job))
+        return job
 
     @contextmanager
     def lease(self, holder: str, keys: PrefixKeys, *, ttl_ms: int = 30_000) -> Iterator[BlockingLease]:
@@ -260,28 +251,39 @@ class BlockingFetch:
 class BlockingJob(Generic[T]):
     """Something under way in the client's thread."""
 
-    def __init__(self, future: Future[T]) -> None:
-        self._future = future
+    def __init__(self, running: Running[T]) -> None:
+        self._running = running
         self._pid = os.getpid()
 
     @property
     def done(self) -> bool:
         """Whether it is over; in a process that was forked from the one it was begun in it is."""
-        return self._pid != os.getpid() or self._future.done()
+        return self._pid != os.getpid() or self._running.over.is_set()
 
     def result(self, timeout_s: float | None = None) -> T:
         """Wait for the end, and return what came of it. Raises `TimeoutError` where that takes longer."""
+        with self._errors():
+            return self._running.future.result(timeout_s)
+
+    def wait(self) -> T:
+        """Wait for the end, and return what came of it. Where the wait is interrupted, it is given up, and
+        over before this raises."""
+        with self._errors():
+            return self._running.wait()
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
         if self._pid != os.getpid():
             raise ClientClosed("this job was begun in another process; begin one in this process")
         try:
-            return self._future.result(timeout_s)
+            yield
         except CancelledError:
             raise ClientClosed("the job was cancelled, or the client closed") from None
 
     def cancel(self) -> None:
-        """Give it up."""
+        """Give it up; it is over when it is `done`."""
         if self._pid == os.getpid():
-            self._future.cancel()
+            self._running.future.cancel()
 
 
 class BlockingLease:

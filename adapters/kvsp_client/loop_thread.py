@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Future
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import anyio
 from anyio.from_thread import BlockingPortal, start_blocking_portal
@@ -20,7 +20,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from kvsp_client.wire import Wire, open_network
 from kvsp_h2 import Credentials
 
-__all__ = ["LoopThread", "release", "shared_loop"]
+__all__ = ["LoopThread", "Running", "release", "shared_loop"]
 
 T = TypeVar("T")
 
@@ -45,25 +45,13 @@ class LoopThread:
             wire = self._wires[credentials.files] = Wire(self.network, credentials)
         return wire
 
+    def begin(self, work: Callable[..., Awaitable[T]], *arguments: Any, **options: Any) -> Running[T]:
+        """Begin to do something in the loop."""
+        return Running(self.portal, work, arguments, options)
+
     def call(self, work: Callable[..., Awaitable[T]], *arguments: Any, **options: Any) -> T:
-        """Do something in the loop, and wait for it. Where the wait is interrupted, that is given up, and
-        over before this raises: it uses the caller's memory no more."""
-        over = threading.Event()
-
-        async def run() -> T:
-            try:
-                return await work(*arguments, **options)
-            finally:
-                over.set()
-
-        future: Future[T] = self.portal.start_task_soon(run)
-        try:
-            return future.result()
-        except BaseException:
-            if not future.done():
-                future.cancel()
-                over.wait()
-            raise
+        """Do something in the loop, and wait for it; see `Running.wait`."""
+        return self.begin(work, *arguments, **options).wait()
 
     def sockets(self) -> Iterable[int]:
         """Return the file descriptors of its connections."""
@@ -73,6 +61,38 @@ class LoopThread:
         """Close the connections in order, and end the thread."""
         self._network_context.__exit__(None, None, None)
         self._portal_context.__exit__(None, None, None)
+
+
+class Running(Generic[T]):
+    """Something under way in the loop."""
+
+    def __init__(
+        self,
+        portal: BlockingPortal,
+        work: Callable[..., Awaitable[T]],
+        arguments: tuple[Any, ...],
+        options: dict[str, Any],
+    ) -> None:
+        self.over = over = threading.Event()
+        """Whether it has ended, also where it was cancelled: it uses the caller's memory no more."""
+
+        async def run() -> T:
+            try:
+                return await work(*arguments, **options)
+            finally:
+                over.set()
+
+        self.future: Future[T] = portal.start_task_soon(run)
+
+    def wait(self) -> T:
+        """Return what comes of it. Where the wait is interrupted, it is given up, and over before this
+        raises."""
+        try:
+            return self.future.result()
+        except BaseException:
+            self.future.cancel()
+            self.over.wait()
+            raise
 
 
 class _OpenNetwork:
