@@ -56,10 +56,7 @@ def layer_digest(k_section: bytes | memoryview, v_section: bytes | memoryview) -
 
 def replica_digest(layer_digests: Iterable[str]) -> str:
     """Return the digest of a replica, ``sha-256:`` and hex32, from the digests of all its layers (KC-5)."""
-    digest = hashlib.sha256()
-    for layer in layer_digests:
-        digest.update(bytes.fromhex(layer))
-    return "sha-256:" + digest.hexdigest()
+    return "sha-256:" + hashlib.sha256(bytes.fromhex("".join(layer_digests))).hexdigest()
 
 
 # Writing ------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ class LayersArrived:
 
 ScatteredEvent: TypeAlias = HeaderArrived | LayersArrived | BlockArrived | BlockRefused
 
+_NOWHERE: Final = memoryview(b"")
 _TRAILING: Final = Problem(BAD_REQUEST, "octets follow the end that the header states")
 
 
@@ -66,10 +67,10 @@ class ScatteredBlock:
         self._sha256 = hashlib.sha256()
         self._layer_hash = hashlib.sha256()
         self._digests: list[str] = []
-        self._left: list[memoryview] = []
-        """What is still to be filled of the sections of the layer that is arriving."""
-        self._missing = 0
-        """How many octets that is."""
+        self._rooms = (_NOWHERE, _NOWHERE)
+        """The memory of the layer that is arriving."""
+        self._filled = self._missing = 0
+        """How many octets of it have come, and are still to come."""
         self._over = False
         self.header: ContainerHeader | None = None
 
@@ -113,7 +114,7 @@ class ScatteredBlock:
 
     def _refused(self, problem: Problem) -> BlockRefused:
         self._over = True
-        self._left, self._missing = [], 0
+        self._rooms, self._missing = (_NOWHERE, _NOWHERE), 0
         return BlockRefused(problem)
 
     def _receive_header(self, octets: memoryview, events: list[ScatteredEvent]) -> memoryview:
@@ -132,44 +133,46 @@ class ScatteredBlock:
     def _receive_sections(self, header: ContainerHeader, octets: memoryview) -> memoryview:
         """Take octets of layers; return those after the last."""
         self._sha256.update(octets)
-        while octets and self._missing:
-            piece, octets = octets[: self._missing], octets[self._missing :]
+        at, size = 0, octets.nbytes
+        while at < size and self._missing:
+            piece = octets[at : at + self._missing]
+            count = piece.nbytes
+            at += count
             self._layer_hash.update(piece)
-            self._missing -= piece.nbytes
-            self._place(piece)
+            self._place(piece, count)
+            self._filled += count
+            self._missing -= count
             if not self._missing:
-                self._end_layer(header)
-        return octets
+                self._end_layer()
+                self._begin_layer(header)
+        return octets[at:]
 
-    def _place(self, piece: memoryview) -> None:
-        """Copy octets to where they belong."""
-        while piece:
-            room = self._left[0]
-            part = piece[: room.nbytes]
-            room[: part.nbytes] = part
-            piece = piece[part.nbytes :]
-            if part.nbytes < room.nbytes:
-                self._left[0] = room[part.nbytes :]
-            else:
-                del self._left[0]
+    def _place(self, piece: memoryview, count: int) -> None:
+        """Copy octets of a layer to where they belong."""
+        (k_room, v_room), start = self._rooms, self._filled
+        middle = k_room.nbytes
+        end = start + count
+        if start < middle < end:
+            k_room[start:] = piece[: middle - start]
+            v_room[: end - middle] = piece[middle - start :]
+        elif end <= middle:
+            k_room[start:end] = piece
+        else:
+            v_room[start - middle : end - middle] = piece
 
     def _begin_layer(self, header: ContainerHeader) -> None:
         """Get the memory of the next layer; one whose sections are empty is complete at once."""
-        number = len(self._digests)
-        if number == len(header.sections):
-            return
-        layer, sizes = header.first_layer + number, header.sections[number]
-        k_room, v_room = self._sections_of(layer)
-        if (k_room.nbytes, v_room.nbytes) != sizes:
-            raise LocalProtocolError(
-                f"layer {layer}: its sections have {sizes} octets, the memory given has another size"
-            )
-        self._left = [room for room in (k_room, v_room) if room.nbytes]
-        self._missing = k_room.nbytes + v_room.nbytes
-        if not self._missing:
-            self._end_layer(header)
+        while not self._missing and (number := len(self._digests)) < len(header.sections):
+            layer, sizes = header.first_layer + number, header.sections[number]
+            k_room, v_room = self._rooms = self._sections_of(layer)
+            if (k_room.nbytes, v_room.nbytes) != sizes:
+                raise LocalProtocolError(
+                    f"layer {layer}: its sections have {sizes} octets, the memory given has another size"
+                )
+            self._filled, self._missing = 0, k_room.nbytes + v_room.nbytes
+            if not self._missing:
+                self._end_layer()
 
-    def _end_layer(self, header: ContainerHeader) -> None:
+    def _end_layer(self) -> None:
         self._digests.append(self._layer_hash.hexdigest())
         self._layer_hash = hashlib.sha256()
-        self._begin_layer(header)

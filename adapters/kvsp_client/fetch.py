@@ -257,8 +257,9 @@ class Fetch:
         """Take note of layers, or of the end of a container."""
         if isinstance(event, retrieval.BlockEnded):
             self._calls.pop((call.block, call.fetch.fetch), None)
-        self._carry_out(self._load.handle(load.Fetched(call.block, event), self._wire.now_ms()))
-        call.put_in_place(lambda layer: not self._load.is_owed(call.block, layer))
+        self._carry_out(self._load.handle(load.Fetched(call.block, event), call.heard_ms))
+        if call.has_aside:
+            call.put_in_place(lambda layer: not self._load.is_owed(call.block, layer))
 
     def failed(self, call: _BlockCall, event: retrieval.Refused | retrieval.FetchFailed) -> None:
         """Take note that a holder did not serve what it was asked for."""
@@ -350,6 +351,11 @@ class _BlockCall:
         self._aside[layer] = aside, rooms
         return aside
 
+    @property
+    def has_aside(self) -> bool:
+        """Whether any layer was put aside."""
+        return bool(self._aside)
+
     def put_in_place(self, verified: Callable[[int], bool]) -> None:
         """Write layers to where they belong, of those put aside that are verified and not the same anyway."""
         for layer in [layer for layer in self._aside if verified(layer)]:
@@ -376,6 +382,13 @@ class _BlockCall:
             self._owner.broken(error)
 
     def _take(self, event: Event) -> None:
+        if isinstance(event, DataReceived):  # the others come once for each block
+            assert self._receiver is not None
+            for happened in self._receiver.receive_data(event.data):
+                self._arrived(happened)
+            if self._call is not None and not self._over:
+                self._call.acknowledge(event.data.nbytes)
+            return
         match event:
             case ResponseReceived(_, response):
                 self._response = response
@@ -384,12 +397,6 @@ class _BlockCall:
                 else:
                     size_bytes = response.content_length
                     self._receiver = self._owner.receiver(self, size_bytes)
-            case DataReceived(_, data):
-                assert self._receiver is not None
-                for happened in self._receiver.receive_data(data):
-                    self._arrived(happened)
-                if self._call is not None and not self._over:
-                    self._call.acknowledge(len(data))
             case BodyEnded():
                 assert self._receiver is not None
                 for happened in self._receiver.receive_eof():

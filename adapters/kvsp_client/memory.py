@@ -29,6 +29,8 @@ def octets_of(buffer: Any) -> memoryview:
 
     Raises `LocalProtocolError` where they are not contiguous.
     """
+    if type(buffer) is memoryview and buffer.format == "B" and buffer.ndim == 1 and buffer.c_contiguous:
+        return buffer
     try:
         if isinstance(buffer, np.ndarray):
             if not buffer.flags.c_contiguous:

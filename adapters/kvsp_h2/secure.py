@@ -16,8 +16,8 @@ __all__ = ["SCRATCH_BYTES", "SecureConnection", "secure_client", "secure_server"
 
 HTTP = TypeVar("HTTP", bound=Connection)
 
-SCRATCH_BYTES: Final = 128 << 10
-"""Memory for octets just decrypted: what fits into a processor's cache beside the ciphertext."""
+SCRATCH_BYTES: Final = 256 << 10
+"""Memory for octets just decrypted: more would not fit into a processor's cache, less means more events."""
 
 _WANTS_HTTP2: Final = http1_refusal("505 HTTP Version Not Supported", "This service speaks HTTP/2.")
 _WANTS_TLS: Final = http1_refusal("400 Bad Request", "This service wants TLS 1.3.")

@@ -179,10 +179,7 @@ class TLSConnection:
     def read_into(self, memory: memoryview) -> int:
         """Decrypt what has come into memory, as much as there is room for; return the number of octets."""
         filled, size = 0, memory.nbytes
-        while filled < size:
-            count = self.read_record_into(memory[filled:] if filled else memory)
-            if not count:
-                break
+        while filled < size and (count := self.read_record_into(memory[filled:])):
             filled += count
         return filled
 

@@ -257,6 +257,17 @@ class _Running:
     def transcoded(self) -> bool:
         return self.codec != self.record.codec
 
+    def with_usable(self, usable: tuple[int, ...], *, ended: bool) -> _Running:
+        """Return it with these layers in use; `attrs.evolve` would take most of a layer's time."""
+        return _Running(
+            fetch=self.fetch,
+            record=self.record,
+            layers=self.layers,
+            codec=self.codec,
+            usable=usable,
+            ended=ended,
+        )
+
 
 @attrs.frozen(kw_only=True)
 class Frozen:
@@ -404,9 +415,10 @@ class Retrieval:
 
     def _use(self, running: _Running, layers: Iterable[int], *, ended: bool = False) -> tuple[Effect, ...]:
         """Let verified layers be computed with, those that are not already."""
-        new = tuple(layer for layer in layers if layer not in running.usable)
+        known = frozenset(running.usable)
+        new = tuple(layer for layer in layers if layer not in known)
         if new or ended:
-            self._running[running.fetch] = attrs.evolve(running, usable=(*running.usable, *new), ended=ended)
+            self._running[running.fetch] = running.with_usable((*running.usable, *new), ended=ended)
         return (LayersUsable(running.fetch, new),) if new else ()
 
     def _block_ended(self, running: _Running, event: BlockEnded) -> tuple[Effect, ...]:
@@ -494,7 +506,7 @@ class Retrieval:
         group = [
             record for record in self._records if record.digest == digest and self._serves(record, missing)
         ]
-        whole = next((r for r in group if missing and all(r.has_layers(n, n) for n in missing)), None)
+        whole = next((r for r in group if missing and _has_all(r, missing)), None)
         chosen: list[tuple[int, int, ReplicaRecord]] = []
         for layer in missing:
             record = whole or next((r for r in group if r.has_layers(layer, layer)), None)
@@ -530,3 +542,11 @@ class Retrieval:
             *(CancelFetch(running.fetch) for running in stopped if not running.ended),
             *(effect for running in stopped for effect in self._withdrawn(running)),
         )
+
+
+def _has_all(record: ReplicaRecord, layers: Sequence[int]) -> bool:
+    """Whether each of these layers, in ascending order, is resident."""
+    first, last = layers[0], layers[-1]
+    if last - first + 1 == len(layers):
+        return record.has_layers(first, last)
+    return all(record.has_layers(layer, layer) for layer in layers)
