@@ -132,15 +132,16 @@ def section_bytes(descriptor: CompatibilityDescriptor, codec: int, token_count: 
 class HeaderReader:
     """Reads a header as it arrives and refuses it at the first octet after which no allowed header remains.
 
-    `descriptor` and `layers` are what the header has to fit, `declared` the size of the whole container
-    that its sender states, `room` the largest allowed. Raises `ContainerError` where `declared` is larger
-    than that.
+    `descriptor`, `codec` and `layers` are what the header has to fit, `declared` the size of the whole
+    container that its sender states, `room` the largest allowed. Raises `ContainerError` where `declared` is
+    larger than that.
     """
 
     def __init__(
         self,
         *,
         descriptor: CompatibilityDescriptor | None = None,
+        codec: int | None = None,
         layers: range | None = None,
         declared: int | None = None,
         room: int,
@@ -150,6 +151,7 @@ class HeaderReader:
                 TOO_LARGE, f"a container of {declared} octets is larger than the {room} allowed"
             )
         self._descriptor = descriptor
+        self._codec = codec
         self._layers = layers
         self._declared = declared
         self._room = room if declared is None else declared
@@ -207,6 +209,9 @@ class HeaderReader:
         codec = _field(
             octets, 6, 2, 1, 0xFFFF, BAD_REQUEST, "the codec of the container is 0, which is reserved"
         )
+        if self._codec is not None:
+            detail = f"the codec of the container is not the {self._codec} that was asked for"
+            _field(octets, 6, 2, self._codec, self._codec, BAD_REQUEST, detail)
         if codec is None:
             return None
         tokens, most_tokens, problem = 1, _MAX_UINT32, BAD_REQUEST

@@ -45,9 +45,10 @@ class ScatteredBlock:
     """Takes the octets of a container in any split, each to its section's memory.
 
     `sections_of` is asked for the memory of each layer before its first octet is there. What is written there
-    is to be used once `LayersArrived` says so and its digest is the right one. The other arguments and
-    events, and the errors, are those of `IncomingBlock`, with the digest of the container always computed;
-    memory that does not have the size of its section is a `LocalProtocolError`.
+    is to be used once `LayersArrived` says so and its digest is the right one. A container in another `codec`
+    is refused. The other arguments and events, and the errors, are those of `IncomingBlock`, with the digest
+    of the container always computed; memory that does not have the size of its section is a
+    `LocalProtocolError`.
     """
 
     def __init__(
@@ -55,13 +56,14 @@ class ScatteredBlock:
         sections_of: SectionsOf,
         *,
         descriptor: CompatibilityDescriptor | None = None,
+        codec: int | None = None,
         layers: range | None = None,
         size_bytes: int | None = None,
         max_size_bytes: int = MAX_CONTAINER_BYTES,
     ) -> None:
         self._sections_of = sections_of
         self._reader = HeaderReader(
-            descriptor=descriptor, layers=layers, declared=size_bytes, room=max_size_bytes
+            descriptor=descriptor, codec=codec, layers=layers, declared=size_bytes, room=max_size_bytes
         )
         self._staged = bytearray()
         self._sha256 = hashlib.sha256()

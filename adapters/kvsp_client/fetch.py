@@ -300,6 +300,7 @@ class Fetch:
         return ScatteredBlock(
             sections_of,
             descriptor=self._prefix.keys.descriptor,
+            codec=call.fetch.codec,
             layers=None if layers is None else range(layers[0], layers[1] + 1),
             size_bytes=size_bytes,
             max_size_bytes=self._max_bytes,

@@ -93,3 +93,13 @@ def test_memory_of_another_size_is_the_callers_mistake() -> None:
         block.receive_data(octets)
     with pytest.raises(ContainerError):
         ScatteredBlock(lambda layer: (memoryview(b""), memoryview(b"")), size_bytes=9, max_size_bytes=8)
+
+
+def test_another_codec_is_refused_as_soon_as_it_shows() -> None:
+    header = ContainerHeader(codec=0xFF01, token_count=1, sections=((4, 4),))
+    octets = b"".join(encode_container(header, [(b"1234", b"5678")]))
+    block = ScatteredBlock(lambda layer: (memoryview(b""), memoryview(b"")), codec=1)
+    assert block.receive_data(octets[:6]) == ()
+    (refused,) = block.receive_data(octets[6:7])
+    assert isinstance(refused, BlockRefused)
+    assert "not the 1 that was asked for" in refused.problem.detail

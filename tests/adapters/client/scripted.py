@@ -114,8 +114,8 @@ class ScriptedHolder:
 
     ``missing``, ``busy`` and ``denied`` are refusals; ``silent`` never answers; ``stall`` and ``cut`` stop
     before the last layer, the latter with the connection; ``corrupt`` sends a wrong octet in the last layer;
-    ``undigested`` states a wrong Repr-Digest; ``malformed`` is no container; ``stranger`` an answer without
-    sense.
+    ``undigested`` states a wrong Repr-Digest; ``malformed`` is no container, ``codec`` one in a codec that
+    nobody asked for; ``stranger`` an answer without sense.
     """
 
     def __init__(self, served: Served, number: int = 0) -> None:
@@ -235,6 +235,10 @@ class ScriptedHolder:
             digest = "0" * 64
         if fault == "malformed":
             body[0] ^= 1
+        if fault == "codec":
+            sections = ((1, 0),) * LAYERS
+            header = ContainerHeader(codec=0xFF00, token_count=MODEL.block_tokens, sections=sections)
+            body = bytearray(header.encode() + bytes(LAYERS))
         head = block_response(size_bytes=len(body), repr_digest=digest, ttl_ms=1000)
         if fault in ("stall", "cut"):
             sent = len(body) - 2 * SECTION

@@ -34,6 +34,7 @@ FAULTS = {
     "cut": (MissReason.UNAVAILABLE, Outcome.UNAVAILABLE),
     "stranger": (MissReason.UNAVAILABLE, Outcome.UNAVAILABLE),
     "malformed": (MissReason.UNAVAILABLE, Outcome.UNAVAILABLE),
+    "codec": (MissReason.UNAVAILABLE, Outcome.UNAVAILABLE),
     "corrupt": (MissReason.CORRUPT, Outcome.CORRUPT),
     "undigested": (MissReason.CORRUPT, Outcome.CORRUPT),
 }
