@@ -22,11 +22,13 @@ __all__ = [
     "Fields",
     "Request",
     "Response",
+    "is_traceparent",
     "media_type",
     "request_fields",
     "request_from_fields",
     "response_fields",
     "response_from_fields",
+    "traceparent_of",
 ]
 
 LINES_MEDIA_TYPE: Final = "application/x-ndjson"
@@ -42,8 +44,7 @@ class Request:
 
     `path` is what follows the role's base URI, such as ``leases/x7``, as it is on the wire; `query` what
     follows the question mark. Digests are hex32 of SHA-256. `content_length` is 0 where there is no body and
-    None where its length is not told. `traceparent` names the span that the request belongs to (W3C Trace
-    Context), for whoever watches; no role looks at it.
+    None where its length is not told.
     """
 
     method: str
@@ -55,7 +56,6 @@ class Request:
     if_none_match: str | None = None
     content_digest: str | None = attrs.field(default=None, repr=False)
     repr_digest: str | None = attrs.field(default=None, repr=False)
-    traceparent: str | None = attrs.field(default=None, repr=False)
 
 
 @attrs.frozen(kw_only=True)
@@ -94,8 +94,6 @@ def request_fields(request: Request) -> Fields:
     _content_fields(fields, request)
     if request.if_none_match is not None:
         fields.append((b"if-none-match", request.if_none_match.encode("latin-1")))
-    if request.traceparent is not None:
-        fields.append((b"traceparent", request.traceparent.encode("latin-1")))
     return fields
 
 
@@ -120,8 +118,23 @@ def request_from_fields(
         if_none_match=found.get("if-none-match"),
         content_digest=_digest(found.get("content-digest"), "content-digest"),
         repr_digest=_digest(found.get("repr-digest"), "repr-digest"),
-        traceparent=_traceparent(found.get("traceparent")),
     )
+
+
+def is_traceparent(value: bytes) -> bool:
+    """Return whether this is a ``traceparent`` as W3C Trace Context, section 3.2 says, of the length it has
+    now."""
+    return _TRACEPARENT.fullmatch(value) is not None
+
+
+def traceparent_of(fields: Iterable[tuple[bytes, bytes]]) -> str | None:
+    """Return what a request says that it belongs to; None where it says nothing, or nothing well formed.
+
+    The field is no part of a `Request`: no role acts on it, and it is another one in requests that are alike
+    (decision W34).
+    """
+    found = [value for name, value in fields if name.lower() == b"traceparent"]
+    return found[0].decode("ascii") if len(found) == 1 and is_traceparent(found[0]) else None
 
 
 # Responses --------------------------------------------------------------------------------------------------
@@ -170,12 +183,14 @@ def response_from_fields(status: int, fields: Iterable[tuple[bytes, bytes]], *, 
 _READ: Final = frozenset(
     (
         *(b"content-type", b"content-encoding", b"content-length", b"content-digest", b"repr-digest"),
-        *(b"if-none-match", b"cache-control", b"location", b"allow", b"retry-after", b"traceparent"),
+        *(b"if-none-match", b"cache-control", b"location", b"allow", b"retry-after"),
     )
 )
 # A member of the dictionary of RFC 9530 whose value is a byte sequence, as RFC 8941 writes them.
 _DIGEST_MEMBER: Final = re.compile(r"(?P<name>[a-z*][a-z0-9_.*-]*)=:(?P<value>[A-Za-z0-9+/=]*):(?:;[^,]*)?")
-_TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+_TRACEPARENT: Final = re.compile(
+    rb"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
+)
 _MAX_AGE: Final = re.compile(r"(?:^|,)\s*max-age=\"?([0-9]{1,10})\"?\s*(?:,|$)", re.IGNORECASE)
 
 
@@ -217,11 +232,6 @@ def _integer(text: str | None, name: str) -> int | None:
     if values or not (value.isascii() and value.isdigit()) or len(value) > 19:
         raise RemoteProtocolError("expected one number of octets", member=name)
     return int(value)
-
-
-def _traceparent(text: str | None) -> str | None:
-    """Return the field where it is well formed; else it counts as absent, as its definition says."""
-    return text if text is not None and _TRACEPARENT.fullmatch(text) else None
 
 
 def _digest_field(digest: str) -> bytes:

@@ -384,10 +384,10 @@ class Connection:
 
     def block_arrives(self, stream_id: int, block: bytes, ends: bool) -> None:
         """Decode a header block, which has to be done whatever its stream is (RFC 9113, 4.3)."""
-        head = self._decoder.decode(block)
+        head, trace = self._decoder.decode(block)
         exchange = self._exchanges.get(stream_id)
         if exchange is None:
-            self._receive_first_block(stream_id, head, ends)
+            self._receive_first_block(stream_id, head, trace, ends)
         elif exchange.body_ended:
             self._abandon(exchange, ErrorCodes.STREAM_CLOSED, "fields came after the end of a message")
         elif exchange.head_received:
@@ -395,8 +395,10 @@ class Connection:
         else:
             self._receive_response_block(exchange, head, ends)
 
-    def _receive_first_block(self, stream_id: int, head: ReceivedHead, ends: bool) -> None:
-        """Take a header block on a stream that has no exchange."""
+    def _receive_first_block(
+        self, stream_id: int, head: ReceivedHead, trace: bytes | None, ends: bool
+    ) -> None:
+        """Take a header block on a stream that has no exchange; `trace` is a ``traceparent`` that ends it."""
         if self._is_idle(stream_id) or stream_id not in self._over:
             raise Fault(ErrorCodes.PROTOCOL_ERROR, "HEADERS on a stream that they cannot open")
         if not self._over[stream_id]:

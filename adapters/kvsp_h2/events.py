@@ -38,11 +38,13 @@ class Established:
 
 @attrs.frozen
 class RequestReceived:
-    """The head of a request has come. `ended` tells that there is no body."""
+    """The head of a request has come. `ended` tells that there is no body, `traceparent` what it says that it
+    belongs to."""
 
     stream_id: int
     request: Request = attrs.field(repr=False)
     ended: bool
+    traceparent: str | None = None
 
 
 @attrs.frozen

@@ -1,7 +1,8 @@
 """Header blocks both ways (RFC 7541).
 
 HPACK in Python is most of the cost of a small message, and the heads of a busy connection are alike: what
-comes or goes again is neither decoded nor encoded again.
+comes or goes again is neither decoded nor encoded again. Heads of requests that are alike but for the last
+field, a ``traceparent``, count as alike: it is another one in each request (decision W34).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Final, TypeVar, cast
 from h2.errors import ErrorCodes
 from hpack import Decoder, Encoder, HPACKError, OversizedHeaderListError
 
-from kvsp_core.heads import Response, response_fields
+from kvsp_core.heads import Response, is_traceparent, response_fields
 from kvsp_h2.fields import HeaderList, list_bytes
 from kvsp_h2.frames import Fault
 
@@ -21,6 +22,11 @@ __all__ = ["HeadDecoder", "HeadEncoder", "ReceivedHead"]
 _KEPT: Final = 32
 _KEPT_BYTES: Final = 2048
 """The largest header list that is kept."""
+_VARYING: Final = b"traceparent"
+_VALUE_BYTES: Final = 55
+_LITERAL: Final = b"\x10" + bytes((len(_VARYING),)) + _VARYING + bytes((_VALUE_BYTES,))
+"""How the field begins as a literal that is never indexed and has no Huffman code (RFC 7541, 6.2.3)."""
+_LITERAL_BYTES: Final = len(_LITERAL) + _VALUE_BYTES
 _KIND: Final = 0xE0
 _NEW_TABLE_SIZE: Final = 0x20
 
@@ -48,11 +54,19 @@ class HeadDecoder:
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
         self._kept: dict[bytes, ReceivedHead] = {}
+        self._rests: dict[bytes, ReceivedHead] = {}
 
-    def decode(self, block: bytes) -> ReceivedHead:
-        """Return what a header block holds. Raises `Fault`."""
+    def decode(self, block: bytes) -> tuple[ReceivedHead, bytes | None]:
+        """Return what a header block holds, apart from a ``traceparent`` that ends it, and that. Raises
+        `Fault`."""
         if (known := self._kept.get(block)) is not None:
-            return known
+            return known, None
+        begins = len(block) - _LITERAL_BYTES
+        varies = begins > 0 and block.startswith(_LITERAL, begins)
+        value = block[begins + len(_LITERAL) :] if varies else b""
+        varies = varies and is_traceparent(value)
+        if varies and (rest := self._rests.get(block[:begins])) is not None:
+            return rest, value
         table = self._decoder.header_table.dynamic_entries
         newest, count = table[0] if table else None, len(table)
         try:
@@ -64,9 +78,16 @@ class HeadDecoder:
         resized = block[:1] and block[0] & _KIND == _NEW_TABLE_SIZE
         if resized or len(table) != count or (table and table[0] is not newest):
             self._kept.clear()
+            self._rests.clear()
         elif head.size_bytes <= _KEPT_BYTES and block:
+            if varies and [pair for pair in head.headers if pair[0] == _VARYING] == [head.headers[-1]]:
+                # No other representation ends in these octets and means this field, so it begins where they
+                # do, and what is before them means the rest.
+                rest = ReceivedHead(head.headers[:-1])
+                _keep(self._rests, block[:begins], rest)
+                return rest, value
             _keep(self._kept, block, head)
-        return head
+        return head, None
 
 
 class HeadEncoder:
@@ -78,9 +99,10 @@ class HeadEncoder:
         self._encoder = encoder
         self._kept: dict[Response | tuple[tuple[bytes, bytes], ...], bytes] = {}
 
-    def encode(self, headers: HeaderList) -> bytes:
-        """Return the header block of a header list."""
-        return self._encode(tuple(headers), lambda: headers)
+    def encode(self, headers: HeaderList, traceparent: str | None = None) -> bytes:
+        """Return the header block of a header list, and of a ``traceparent`` that ends it."""
+        block = self._encode(tuple(headers), lambda: headers)
+        return block if traceparent is None else block + _LITERAL + traceparent.encode("ascii")
 
     def encode_response(self, response: Response) -> bytes:
         """Return the header block of a response."""

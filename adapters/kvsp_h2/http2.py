@@ -21,6 +21,7 @@ from kvsp_core.heads import (
     request_fields,
     request_from_fields,
     response_from_fields,
+    traceparent_of,
 )
 from kvsp_core.problems import BAD_REQUEST, UNKNOWN_RESOURCE, Problem, blank
 from kvsp_h2.connection import DRAIN_PING, HIGHEST_STREAM, Connection
@@ -81,13 +82,15 @@ _OTHER_PROTOCOL: Final = http1_refusal("505 HTTP Version Not Supported", "This s
 
 
 class _Asked(NamedTuple):
-    """What the head of a request means: the request, or the problem with it that needs no role."""
+    """What the head of a request means: the request and what it belongs to, or the problem with it that needs
+    no role."""
 
     ended: bool
     method: str
     expects_continue: bool
     request: Request | None
     problem: Problem
+    traceparent: str | None = None
 
 
 _NO_PROBLEM: Final = Problem(BAD_REQUEST)
@@ -165,9 +168,11 @@ class ServerConnection(Connection):
             self.greet()
         return view[count:]
 
-    def _receive_first_block(self, stream_id: int, head: ReceivedHead, ends: bool) -> None:
+    def _receive_first_block(
+        self, stream_id: int, head: ReceivedHead, trace: bytes | None, ends: bool
+    ) -> None:
         if stream_id % 2 == 0 or stream_id <= self._opened_there:
-            super()._receive_first_block(stream_id, head, ends)
+            super()._receive_first_block(stream_id, head, trace, ends)
             return
         self._opened_there = stream_id
         exchange = self._open(stream_id)
@@ -189,7 +194,8 @@ class ServerConnection(Connection):
             return
         exchange.expected = asked.request.content_length
         exchange.wants_continue = asked.expects_continue and not ends
-        self._events.append(RequestReceived(stream_id, asked.request, ends))
+        belongs_to = asked.traceparent if trace is None else trace.decode("ascii")
+        self._events.append(RequestReceived(stream_id, asked.request, ends, belongs_to))
 
     def _understand(self, received: ReceivedHead, ended: bool) -> _Asked:
         """Return what a head asks for, or the problem with it that needs no role. Raises `Malformed`."""
@@ -210,7 +216,8 @@ class ServerConnection(Connection):
             request = request_from_fields(head.method, below, query, head.fields, has_body=not ended)
         except RemoteProtocolError as error:
             return refused(Problem(BAD_REQUEST, str(error)))
-        return _Asked(ended, head.method, head.expects_continue, request, _NO_PROBLEM)
+        trace = traceparent_of(head.fields)
+        return _Asked(ended, head.method, head.expects_continue, request, _NO_PROBLEM, trace)
 
     def _turn_away(self, exchange: Exchange, code: ErrorCodes) -> None:
         """Reset a stream that nobody was told of."""
@@ -264,12 +271,19 @@ class ClientConnection(Connection):
         return len(self._exchanges) < allowed and self._opened_here < HIGHEST_STREAM - 2
 
     def request(
-        self, request: Request, body: Buffer = b"", *, end: bool = True, expect_continue: bool = False
+        self,
+        request: Request,
+        body: Buffer = b"",
+        *,
+        end: bool = True,
+        expect_continue: bool = False,
+        traceparent: str | None = None,
     ) -> int:
         """Send a request and return its stream; where `end` is false, more of the body follows by
         `send_data`.
 
-        With `expect_continue` the server is asked to say by `ContinueReceived` that it wants the body. Raises
+        With `expect_continue` the server is asked to say by `ContinueReceived` that it wants the body;
+        `traceparent` says what the request belongs to, as `is_traceparent` has it. Raises
         `LocalProtocolError` where `can_request` is false.
         """
         if not self.can_request:
@@ -288,7 +302,7 @@ class ClientConnection(Connection):
         stream_id = self._opened_here = self._opened_here + 2 if self._opened_here else 1
         exchange = self._open(stream_id)
         exchange.method = request.method
-        self._send_head(exchange, self._encoder.encode(headers), end=ends)
+        self._send_head(exchange, self._encoder.encode(headers, traceparent), end=ends)
         if not ends:
             self.send_data(stream_id, body, end=end)
         return stream_id

@@ -55,15 +55,25 @@ class Link(Protocol):
 class Call:
     """A request, and what becomes of it. Once it is over, its methods do nothing."""
 
-    __slots__ = ("_attempts", "_expects", "_link", "_on_event", "_pieces", "_pool", "_request", "_stream_id")
+    __slots__ = (
+        *("_attempts", "_expects", "_link", "_on_event", "_pieces", "_pool", "_request", "_stream_id"),
+        "_traceparent",
+    )
 
     def __init__(
-        self, pool: Pool, request: Request, on_event: Callable[[Event], None], *, expect_continue: bool
+        self,
+        pool: Pool,
+        request: Request,
+        on_event: Callable[[Event], None],
+        *,
+        expect_continue: bool,
+        traceparent: str | None,
     ) -> None:
         self._pool = pool
         self._request = request
         self._on_event = on_event
         self._expects = expect_continue
+        self._traceparent = traceparent
         self._pieces: list[tuple[Buffer, bool]] = []
         """The body as long as it may have to be sent, or sent again."""
         self._link: Link | None = None
@@ -110,7 +120,9 @@ class Call:
         (first, end), *rest = self._pieces
         self._attempts += 1
         self._link = link
-        self._stream_id = link.http.request(self._request, first, end=end, expect_continue=self._expects)
+        self._stream_id = link.http.request(
+            self._request, first, end=end, expect_continue=self._expects, traceparent=self._traceparent
+        )
         room = True
         for data, last in rest:
             room = link.http.send_data(self._stream_id, data, end=last)
@@ -171,13 +183,14 @@ class Pool:
         on_event: Callable[[Event], None],
         end: bool = True,
         expect_continue: bool = False,
+        traceparent: str | None = None,
     ) -> Call:
         """Make a request; `on_event` is told what becomes of it. Where `end` is false, more of the body
-        follows.
+        follows; `traceparent` says what the request belongs to.
 
         A request that no server has acted on is sent again by itself, while its body is all here.
         """
-        call = Call(self, request, on_event, expect_continue=expect_continue)
+        call = Call(self, request, on_event, expect_continue=expect_continue, traceparent=traceparent)
         call.send_data(body, end=end)
         full = len(self._waiting) >= self._limits.max_waiting
         if full or self._closed:

@@ -60,7 +60,7 @@ class OutgoingCall:
         sends: BlockBuffer | None,
         target: BlockBuffer | None,
     ) -> None:
-        self._call = call
+        self.call = call
         self._owner = owner
         self._loop = loop
         self._sends = sends
@@ -70,21 +70,24 @@ class OutgoingCall:
         """The head of the answer, once it has come."""
         self._receiver: DocumentReceiver | ContainerReceiver | LineReceiver | None = None
         self._over = False
-        self.deadline_ms = loop.now_ms() + call.timeout_ms
+        self.failure: str | None = None
+        """Why no whole answer has come."""
+        self.began_ms = loop.now_ms()
+        self.deadline_ms = self.began_ms + call.timeout_ms
         for buffer in (sends, target):
             if buffer is not None:
                 buffer.use()
 
     def begin(self, peers: Peers) -> None:
         """Send the request."""
-        call = self._call
+        call = self.call
         body: Sequence[bytes | memoryview] = ()
         if isinstance(call.body, BlockBody):
             assert self._sends is not None
             body = self._sends.pieces(call.body.layers)
         elif call.body:
             body = (call.body,)
-        self._exchange = peers.call(call.base_uri, call.request, body, self)
+        self._exchange = peers.call(call.base_uri, call.request, body, self, call.traceparent)
 
     # What the exchange tells
 
@@ -93,7 +96,7 @@ class OutgoingCall:
         if self._over:
             return
         self.response = response
-        call = self._call
+        call = self.call
         limit = call.limit_bytes if call.limit_bytes is not None else MAX_DOCUMENT_BYTES
         try:
             if response.is_success and call.form is AnswerForm.BLOCK and self._target is not None:
@@ -136,14 +139,14 @@ class OutgoingCall:
             for line in receiver.feed(data):
                 self._heard()
                 if not self._over:  # a line may lead the role to give the call up
-                    self._owner.handle(LineReceived(self._call.call_id, line))
+                    self._owner.handle(LineReceived(self.call.call_id, line))
         else:
             receiver.feed(data)
 
     def _tell_layers(self, layers: Sequence[Layer]) -> None:
-        assert self._call.buffer is not None
+        assert self.call.buffer is not None
         for layer in layers:
-            self._owner.handle(LayerArrived(self._call.buffer, layer.layer, layer.digest))
+            self._owner.handle(LayerArrived(self.call.buffer, layer.layer, layer.digest))
 
     def _acknowledge(self, count: int) -> None:
         if self._exchange is not None and not self._over:
@@ -170,7 +173,7 @@ class OutgoingCall:
     def _answer(
         self, response: Response, receiver: DocumentReceiver | ContainerReceiver | LineReceiver
     ) -> Input:
-        number = self._call.call_id
+        number = self.call.call_id
         if isinstance(receiver, DocumentReceiver):
             return AnswerReceived(number, response, receiver.end())
         receiver.end()
@@ -183,8 +186,9 @@ class OutgoingCall:
     def failed(self, reason: str) -> None:
         """Take note that no whole answer will come."""
         if not self._over:
+            self.failure = reason
             self._end()
-            self._owner.handle(CallFailed(self._call.call_id, reason))
+            self._owner.handle(CallFailed(self.call.call_id, reason))
 
     # Its end
 
@@ -201,7 +205,7 @@ class OutgoingCall:
         self._end()
 
     def _heard(self) -> None:
-        self.deadline_ms = self._loop.now_ms() + self._call.timeout_ms
+        self.deadline_ms = self._loop.now_ms() + self.call.timeout_ms
 
     def _give_up(self, refusal: Refusal | RemoteProtocolError) -> None:
         if self._exchange is not None and not self._over:
@@ -212,7 +216,7 @@ class OutgoingCall:
         if self._over:
             return
         self._over = True
-        self._owner.call_over(self._call.call_id)
+        self._owner.call_over(self.call.call_id)
         for buffer in (self._sends, self._target):
             if buffer is not None:
                 buffer.free()

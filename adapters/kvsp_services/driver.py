@@ -50,6 +50,7 @@ from kvsp_core.roles.role import (
 from kvsp_services.buffers import BlockBuffer, BufferPool
 from kvsp_services.calls import OutgoingCall
 from kvsp_services.ports import EnginePort, Incoming, Loop, Peers
+from kvsp_services.request_log import RequestLog, new_traceparent
 from kvsp_services.requests import IncomingRequest
 from kvsp_services.stores.blocks import BlockFault, BlockTier, RangeDigests
 
@@ -73,6 +74,7 @@ class Driver:
     """Drives one role. `start` begins; the pump then says what happens, until `stop`.
 
     `deliver` takes the effects that a role has of its own, as a front end has; such a role has no engine.
+    `log` is told of requests and calls that have ended.
     `failed` is called once, with the error, when the role can no longer be driven: a write could not be made
     durable, or the role itself raised. Exchanges and calls have then been given up.
     """
@@ -89,6 +91,7 @@ class Driver:
         pool: BufferPool | None = None,
         observe: Callable[[Observe], None] = lambda observed: None,
         deliver: Callable[[object], None] | None = None,
+        log: RequestLog | None = None,
         failed: Callable[[Exception], None],
     ) -> None:
         self.role = role
@@ -100,11 +103,15 @@ class Driver:
         self._pool = pool or BufferPool()
         self._observe = observe
         self._deliver = deliver
+        self._log = log
         self._failed = failed
+        self.failed_for: str | None = None
+        """What the request belongs to in whose course the role has failed."""
         self._requests: dict[int, IncomingRequest] = {}
         self._numbers: dict[int, int] = {}
         self._last_request = 0
         self._calls: dict[int, OutgoingCall] = {}
+        self._last_over: Call | None = None
         self._deadlines: list[tuple[int, int]] = []
         self._timer_ms: int | None = None
         """The deadline that the loop was last told."""
@@ -151,7 +158,16 @@ class Driver:
             for effect in step(*item, self._loop.now_ms()):
                 self._order(effect)
         except Exception as error:
+            self.failed_for = self._traceparent_of(item[0]) if item else None
             self._fail(error)
+
+    def _traceparent_of(self, item: Input) -> str | None:
+        """Return what the request belongs to that an input is about, or the call, where it is known."""
+        if request := self._requests.get(getattr(item, "request_id", 0)):
+            return request.traceparent
+        number = getattr(item, "call_id", 0)
+        call = self._calls[number].call if number in self._calls else self._last_over
+        return call.traceparent if call is not None and call.call_id == number else None
 
     def _order(self, effect: Effect) -> None:
         """Carry an effect out, or hold it back behind what is not durable yet."""
@@ -234,8 +250,24 @@ class Driver:
         self._last_request += 1
         number = self._last_request
         self._numbers[id(exchange)] = number
-        self._requests[number] = IncomingRequest(number, exchange, self.handle, ended=ended)
-        self.handle(RequestReceived(number, exchange.client, exchange.request))
+        traceparent = self._request_begins(number, exchange)
+        self._requests[number] = IncomingRequest(
+            number,
+            exchange,
+            self.handle,
+            ended=ended,
+            traceparent=traceparent,
+            began_ms=self._loop.now_ms(),
+        )
+        self.handle(RequestReceived(number, exchange.client, exchange.request, traceparent))
+
+    def _request_begins(self, number: int, exchange: Incoming) -> str:
+        """Return what a request belongs to, as what is done for it is to say."""
+        return exchange.traceparent or self.new_traceparent()
+
+    def new_traceparent(self) -> str:
+        """Return what a request belongs to that begins here."""
+        return new_traceparent()
 
     def data_received(self, exchange: Incoming, data: memoryview) -> None:
         """Take in octets of a request's body; they are not looked at after this returns."""
@@ -262,6 +294,9 @@ class Driver:
         number = self._numbers.pop(id(exchange), 0)
         if request := self._requests.pop(number, None):
             request.over()
+            if self._log is not None:
+                took_ms = self._loop.now_ms() - request.began_ms
+                self._log.request_over(exchange.request, request.traceparent, request.status, took_ms)
             self.handle(RequestEnded(number, complete, sent_bytes))
 
     def _request_of(self, exchange: Incoming) -> IncomingRequest | None:
@@ -321,7 +356,21 @@ class Driver:
 
     def call_over(self, call_id: int) -> None:
         """Forget a call that has ended."""
-        self._calls.pop(call_id, None)
+        over = self._calls.pop(call_id, None)
+        if over is None:
+            return
+        self._last_over = call = over.call
+        if self._log is None:
+            return
+        response = over.response
+        self._log.call_over(
+            call.base_uri,
+            call.request,
+            call.traceparent,
+            None if response is None else response.status,
+            over.failure,
+            self._loop.now_ms() - over.began_ms,
+        )
 
     # Jobs of tiers
 

@@ -5,18 +5,23 @@ from __future__ import annotations
 import math
 import os
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
+import structlog
 from anyio.streams.memory import MemoryObjectSendStream
 
 from kvsp_core.errors import KVSPError
+from kvsp_core.heads import is_traceparent
 from kvsp_core.records import Sampler
 from kvsp_core.roles import front_end as roles
 from kvsp_services.driver import Driver
+from kvsp_services.logs import REQUEST_ID
 from kvsp_services.openai_api import Ended, Failed, GenerationEvent, GenerationRequest, Started, Token
+from kvsp_services.request_log import new_traceparent, request_id_of
 
 __all__ = ["Generations", "serve_api"]
 
@@ -24,14 +29,22 @@ __all__ = ["Generations", "serve_api"]
 class Generations:
     """The generations of one front end. `driver` is what drives its role; a rebuilt one takes its place.
 
-    `scope_id` is the scope that requests are in.
+    `scope_id` is the scope that requests are in. The end of each is logged.
     """
 
     def __init__(self, scope_id: str) -> None:
         self.driver: Driver | None = None
         self._scope_id = scope_id
         self._last = 0
+        self._log = structlog.get_logger().bind(role="front_end")
         self._streams: dict[int, MemoryObjectSendStream[GenerationEvent]] = {}
+
+    def belongs_to(self, traceparent: str | None) -> str:
+        """Return what a request belongs to: what it says, where that is well formed, or a trace that begins
+        here."""
+        if traceparent is not None and traceparent.isascii() and is_traceparent(traceparent.encode()):
+            return traceparent
+        return new_traceparent() if self.driver is None else self.driver.new_traceparent()
 
     @asynccontextmanager
     async def generate(self, asked: GenerationRequest) -> AsyncIterator[AsyncIterator[GenerationEvent]]:
@@ -48,15 +61,29 @@ class Generations:
             step=0,
             deterministic=asked.method == "greedy",
         )
-        self._tell(
-            roles.Generate(generation=number, scope_id=self._scope_id, prompt=asked.prompt, sampler=sampler)
+        generate = roles.Generate(
+            generation=number,
+            scope_id=self._scope_id,
+            prompt=asked.prompt,
+            sampler=sampler,
+            traceparent=asked.traceparent,
         )
+        counted = _Counted(received)
+        began = time.monotonic()
+        self._tell(generate)
         try:
             async with received:
-                yield received
+                yield counted
         finally:
             if self._streams.pop(number, None) is not None:
                 self._tell(roles.Abandon(number))
+            self._log.info(
+                "generation",
+                outcome=counted.outcome,
+                tokens=counted.tokens,
+                took_ms=int(1000 * (time.monotonic() - began)),
+                **{REQUEST_ID: request_id_of(asked.traceparent)},
+            )
 
     def _tell(self, item: Any) -> None:
         if self.driver is None or self.driver.stopped:
@@ -93,6 +120,31 @@ class Generations:
         """Say of every generation that it is over: the role that had them is gone."""
         for number in tuple(self._streams):
             self._send(number, Failed(503, "the front end is being restarted; ask again"), last=True)
+
+
+class _Counted:
+    """The events of a generation, as they are taken: how many tokens, and how it ended."""
+
+    def __init__(self, events: AsyncIterator[GenerationEvent]) -> None:
+        self._events = events
+        self.tokens = 0
+        self.outcome = "given up"
+
+    def __aiter__(self) -> AsyncIterator[GenerationEvent]:
+        return self
+
+    async def __anext__(self) -> GenerationEvent:
+        event = await anext(self._events)
+        match event:
+            case Token():
+                self.tokens += 1
+            case Ended(reason):
+                self.outcome = reason
+            case Failed(status, detail):
+                self.outcome = f"{status} {detail}"
+            case _:
+                pass
+        return event
 
 
 async def serve_api(

@@ -3,7 +3,7 @@
 Callers log names, counts and durations. Should a value that looks like a block key, digest, session, scope
 or lease identifier get into an event all the same, it is replaced by a short mark: the same value has the
 same mark within a process, so lines about one thing can still be found together, and nobody can compute the
-value back.
+value back. Ids of requests, which mean nothing, are shown as they are.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ from typing import Any, Final, Literal, TextIO, TypeAlias
 
 import structlog
 
-__all__ = ["Hider", "LogFormat", "LogLevel", "configure_logs"]
+__all__ = ["REQUEST_ID", "Hider", "LogFormat", "LogLevel", "configure_logs"]
 
 LogFormat: TypeAlias = Literal["json", "text"]
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 
+REQUEST_ID: Final = "request_id"
+"""The key of a log line whose value is the id of the request that it is written for."""
+_PLAIN_ID: Final = re.compile(r"[0-9a-f]{32}")
 _SECRET: Final = re.compile(
     r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"  # a UUID
     r"|(?<![0-9A-Za-z])[0-9a-fA-F]{32,}(?![0-9A-Za-z])"  # hex16, hex32 and longer
@@ -43,7 +46,8 @@ class Hider:
     ) -> MutableMapping[str, Any]:
         """Return the event with every value hidden that could tell something of a tenant."""
         for name, value in event.items():
-            if name not in ("timestamp", "level"):
+            shown = name == REQUEST_ID and isinstance(value, str) and _PLAIN_ID.fullmatch(value)
+            if name not in ("timestamp", "level") and not shown:
                 event[name] = self.hidden(value)
         return event
 

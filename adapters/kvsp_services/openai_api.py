@@ -21,6 +21,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from kvsp_services.request_log import request_id_of
+
 __all__ = [
     "Ended",
     "Failed",
@@ -49,6 +51,8 @@ class GenerationRequest:
     method: str
     params: Mapping[str, float | int]
     seed: int = attrs.field(repr=False)
+    traceparent: str | None = None
+    """What the request belongs to."""
 
 
 @attrs.frozen
@@ -126,11 +130,19 @@ class _Refusal(Exception):
         )
 
 
-def make_app(*, model: str, text: Text, generate: Generate, context_tokens: int) -> Starlette:
+def make_app(
+    *,
+    model: str,
+    text: Text,
+    generate: Generate,
+    context_tokens: int,
+    belongs_to: Callable[[str | None], str],
+) -> Starlette:
     """Return the application. `model` is the name it serves, `context_tokens` the most tokens of prompt and
-    answer.
+    answer. `belongs_to` takes the field ``traceparent`` of a request and returns what it belongs to, whose
+    trace id the client is told as ``x-request-id``.
     """
-    api = _Api(model, text, generate, context_tokens)
+    api = _Api(model, text, generate, context_tokens, belongs_to)
     return Starlette(
         routes=[
             Route("/v1/completions", api.completions, methods=["POST"]),
@@ -152,11 +164,19 @@ class _Asked:
 
 
 class _Api:
-    def __init__(self, model: str, text: Text, generate: Generate, context_tokens: int) -> None:
+    def __init__(
+        self,
+        model: str,
+        text: Text,
+        generate: Generate,
+        context_tokens: int,
+        belongs_to: Callable[[str | None], str],
+    ) -> None:
         self._model = model
         self._text = text
         self._generate = generate
         self._context_tokens = context_tokens
+        self._belongs_to = belongs_to
 
     async def models(self, request: Request) -> Response:
         """Answer the list of models: one."""
@@ -172,16 +192,19 @@ class _Api:
         return await self._answer(request, chat=True)
 
     async def _answer(self, request: Request, *, chat: bool) -> Response:
+        belongs_to = self._belongs_to(request.headers.get("traceparent"))
         try:
-            asked = self._read(await _json_body(request), chat)
+            asked = self._read(await _json_body(request), chat, belongs_to)
             answer = self._streamed(asked) if asked.stream else self._whole(asked)
-            return await _while_connected(request, answer)
+            response = await _while_connected(request, answer)
         except _Refusal as refusal:
-            return refusal.response
+            response = refusal.response
+        response.headers["x-request-id"] = request_id_of(belongs_to) or ""
+        return response
 
     # Reading
 
-    def _read(self, body: Mapping[str, Any], chat: bool) -> _Asked:
+    def _read(self, body: Mapping[str, Any], chat: bool, belongs_to: str) -> _Asked:
         if body.get("model", self._model) != self._model:
             raise _Refusal(404, f"no such model; this server has {self._model}", "model")
         for name, plain in (("n", 1), ("logprobs", None), ("echo", False), ("tools", None), ("best_of", 1)):
@@ -214,6 +237,7 @@ class _Api:
                 method="top-p" if temperature > 0 else "greedy",
                 params=params,
                 seed=int(_number(body, "seed", secrets.randbits(63), -(2**63), 2**63 - 1, whole=True)),
+                traceparent=belongs_to,
             ),
             stops=tuple(stops),
             stream=bool(body.get("stream")),

@@ -43,6 +43,8 @@ class Incoming(Protocol):
 
     client: str
     request: Request
+    traceparent: str | None
+    """What the client says that it belongs to."""
 
     def accept_body(self) -> None:
         """Say that the body is wanted, to a client that waits for that."""
@@ -127,11 +129,12 @@ class Peers(Protocol):
         request: Request,
         body: Sequence[bytes | memoryview],
         listener: OutgoingListener,
+        traceparent: str | None,
     ) -> Outgoing:
         """Send a request to the role at a base URI, over a connection that is there or is made.
 
-        The pieces of the body are kept, not copied, until they are sent. The listener may hear of a failure
-        before this returns.
+        `traceparent` is what the request belongs to. The pieces of the body are kept, not copied, until they
+        are sent. The listener may hear of a failure before this returns.
         """
         ...
 

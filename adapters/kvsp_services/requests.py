@@ -37,9 +37,20 @@ class IncomingRequest:
     """
 
     def __init__(
-        self, number: int, exchange: Incoming, tell: Callable[[Input], None], *, ended: bool
+        self,
+        number: int,
+        exchange: Incoming,
+        tell: Callable[[Input], None],
+        *,
+        ended: bool,
+        traceparent: str,
+        began_ms: int,
     ) -> None:
         self.exchange = exchange
+        self.traceparent = traceparent
+        self.began_ms = began_ms
+        self.status: int | None = None
+        """That of its answer, once there is one."""
         self._number = number
         self._tell = tell
         self._ended = ended
@@ -153,6 +164,7 @@ class IncomingRequest:
     def respond(self, effect: Respond, buffer: BlockBuffer | None) -> None:
         """Send the response; a body that is still coming is not waited for."""
         self._body_done = True
+        self.status = effect.response.status
         body, exchange = effect.body, self.exchange
         if isinstance(body, BlockBody):
             assert buffer is not None

@@ -30,9 +30,11 @@ from kvsp_services.driver import Driver
 from kvsp_services.engine_port import ThreadedEngine, numpy_engine
 from kvsp_services.epochs import next_epoch
 from kvsp_services.generations import Generations, serve_api
+from kvsp_services.logs import REQUEST_ID
 from kvsp_services.loops import TrioLoop
 from kvsp_services.openai_api import make_app
 from kvsp_services.pki import check_certificate
+from kvsp_services.request_log import RequestLog, request_id_of
 from kvsp_services.stores.blocks import BlockTier
 from kvsp_services.stores.durable import DurableStore, GroupCommitter, NoStore
 from kvsp_services.tracing import TracedDriver
@@ -160,6 +162,7 @@ class RunningRole:
             pool=process.pool,
             observe=process.metrics.observe,
             deliver=None if self.generations is None else self.generations.deliver,
+            log=RequestLog(self.name, everything=process.config.log.level == "debug"),
             failed=self._failed,
         )
         if self._engine is not None:
@@ -204,6 +207,7 @@ class RunningRole:
             model=section.model or directory.resolve().name,
             text=TextCodec(directory),
             generate=self.generations.generate,
+            belongs_to=self.generations.belongs_to,
             context_tokens=load_config(directory).context,
         )
         await serve_api(
@@ -242,7 +246,9 @@ class RunningRole:
 
     def _failed(self, error: Exception) -> None:
         """Take note that the role cannot go on, and build it anew, unless that happened too often."""
-        self._log.error("role failed", error=str(error), kind=type(error).__name__)
+        belongs_to = self.served.driver.failed_for if self.served is not None else None
+        more = {} if belongs_to is None else {REQUEST_ID: request_id_of(belongs_to)}
+        self._log.error("role failed", error=str(error), kind=type(error).__name__, **more)
         self._process.metrics.count("role_rebuilds", role=self.name)
         self.trouble = "being rebuilt"
         now = time.monotonic()

@@ -44,6 +44,7 @@ from kvsp_core.roles.role import (
 )
 from kvsp_services.driver import Driver
 from kvsp_services.ports import Incoming
+from kvsp_services.request_log import new_traceparent
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
@@ -83,13 +84,30 @@ class Traces:
 
     # Requests
 
-    def request_received(self, number: int, request: Request) -> None:
-        """Begin the span of a request, under that of its client where the request names one."""
+    def request_received(self, number: int, request: Request, traceparent: str | None) -> str:
+        """Begin the span of a request, under that of its client where it names one; return what the request
+        belongs to here: this span."""
         from opentelemetry.trace import SpanKind
 
-        carrier = {"traceparent": request.traceparent} if request.traceparent else {}
-        parent = self._propagator.extract(carrier)
-        self._requests[number] = Cause(self._begin(request, parent, SpanKind.SERVER, {}))
+        span = self._begin(request, self._named(traceparent), SpanKind.SERVER, {})
+        self._requests[number] = Cause(span)
+        return self._name_of(span)
+
+    def generation_begun(self) -> str:
+        """Begin a trace for what a front end is asked for; return what its calls belong to."""
+        span = self._tracer.start_span("Generation", attributes={"kvsp.role": self._role})
+        span.end()
+        return self._name_of(span)
+
+    def _named(self, traceparent: str | None) -> Any:
+        return self._propagator.extract({} if traceparent is None else {"traceparent": traceparent})
+
+    def _name_of(self, span: Span) -> str:
+        from opentelemetry.trace import set_span_in_context
+
+        carrier: dict[str, str] = {}
+        self._propagator.inject(carrier, set_span_in_context(span))
+        return carrier.get("traceparent") or new_traceparent()  # there is none where the SDK is off
 
     def request_ended(self, number: int, *, complete: bool) -> None:
         """End the span of a request."""
@@ -99,12 +117,18 @@ class Traces:
     # Calls
 
     def call_begun(self, call: Call, cause: Cause | None) -> Call:
-        """Begin the span of a call; return the call as it is to be sent."""
+        """Begin the span of a call; return the call as it is to be sent.
+
+        What the role says that the call is for is its parent; else it is `cause`.
+        """
         from opentelemetry.trace import SpanKind, set_span_in_context
 
-        if cause is not None and cause.depth >= _MAX_DEPTH:
-            cause = None
-        parent = None if cause is None else set_span_in_context(cause.span)
+        if call.traceparent is not None:
+            cause, parent = None, self._named(call.traceparent)
+        elif cause is None or cause.depth >= _MAX_DEPTH:
+            cause, parent = None, None
+        else:
+            parent = set_span_in_context(cause.span)
         peer = urlsplit(call.base_uri)
         of_peer: dict[str, str | int] = {
             "server.address": peer.hostname or "",
@@ -112,9 +136,7 @@ class Traces:
         }
         span = self._begin(call.request, parent, SpanKind.CLIENT, of_peer)
         self._calls[call.call_id] = Cause(span, 0 if cause is None else cause.depth + 1)
-        carrier: dict[str, str] = {}
-        self._propagator.inject(carrier, set_span_in_context(span))
-        return attrs.evolve(call, request=attrs.evolve(call.request, traceparent=carrier.get("traceparent")))
+        return attrs.evolve(call, traceparent=self._name_of(span))
 
     def call_ended(self, number: int, status: int | None) -> None:
         """End the span of a call; `status` is that of its answer, where one has come."""
@@ -186,11 +208,12 @@ class TracedDriver(Driver):
         self._causes: dict[int, Cause | None] = {}
         """Of effects that wait for what is not durable yet."""
 
-    def request_received(self, exchange: Incoming, *, ended: bool) -> None:
-        """Take in the head of a request, and begin its span."""
-        if not self.stopped:
-            self._traces.request_received(self._last_request + 1, exchange.request)
-        super().request_received(exchange, ended=ended)
+    def _request_begins(self, number: int, exchange: Incoming) -> str:
+        return self._traces.request_received(number, exchange.request, exchange.traceparent)
+
+    def new_traceparent(self) -> str:
+        """Begin a trace, and return what belongs to it."""
+        return self._traces.generation_begun()
 
     def exchange_ended(self, exchange: Incoming, *, complete: bool, sent_bytes: int) -> None:
         """Take note that an exchange is over, and end its span."""

@@ -49,13 +49,16 @@ class ServerLink(Protocol):
 class _Exchange:
     """A request on its connection; see `ports.Incoming`."""
 
-    __slots__ = ("_link", "_stream_id", "began", "client", "request")
+    __slots__ = ("_link", "_stream_id", "began", "client", "request", "traceparent")
 
-    def __init__(self, link: ServerLink, stream_id: int, client: str, request: Request) -> None:
+    def __init__(
+        self, link: ServerLink, stream_id: int, client: str, request: Request, traceparent: str | None
+    ) -> None:
         self._link = link
         self._stream_id = stream_id
         self.client = client
         self.request = request
+        self.traceparent = traceparent
         self.began = time.monotonic()
 
     def accept_body(self) -> None:
@@ -114,8 +117,9 @@ class ServedRole:
             case DataPlaced(stream_id, size_bytes):
                 if found := self._exchanges.get((link, stream_id)):
                     driver.data_placed(found, size_bytes)
-            case RequestReceived(stream_id, request, ended):
-                exchange = _Exchange(link, stream_id, self._principals.get(link, ""), request)
+            case RequestReceived(stream_id, request, ended, traceparent):
+                client = self._principals.get(link, "")
+                exchange = _Exchange(link, stream_id, client, request, traceparent)
                 self._exchanges[link, stream_id] = exchange
                 driver.request_received(exchange, ended=ended)
             case BodyEnded(stream_id):
@@ -196,6 +200,7 @@ class ServicePeers:
         request: Request,
         body: Sequence[bytes | memoryview],
         listener: OutgoingListener,
+        traceparent: str | None,
     ) -> Outgoing:
         """Send a request to the role at a base URI."""
         service = self._services.get(base_uri)
@@ -205,7 +210,9 @@ class ServicePeers:
                 return _NoCall()
             service = self._services[base_uri] = self._open_service(base_uri)
         first, *rest = body or (b"",)
-        call = service.call(request, first, on_event=_Listening(listener), end=not rest)
+        call = service.call(
+            request, first, on_event=_Listening(listener), end=not rest, traceparent=traceparent
+        )
         for number, piece in enumerate(rest, 1):
             call.send_data(piece, end=number == len(rest))
         outgoing: Outgoing = call

@@ -351,9 +351,12 @@ class FrozenSession:
 
 
 class SessionLedger:
-    """One session at the controller."""
+    """One session at the controller.
 
-    __slots__ = ("_deadline_ms", "_log", "_prompt", "_record", "_times")
+    `cause` is the ``traceparent`` of the request that it answers, where that is known; it is not stored.
+    """
+
+    __slots__ = ("_deadline_ms", "_log", "_prompt", "_record", "_times", "cause")
 
     def __init__(
         self,
@@ -379,6 +382,7 @@ class SessionLedger:
         self._prompt: Prompt | None = None
         self._log = TokenLog()
         self._deadline_ms: int | None = None
+        self.cause: str | None = None
 
     # Questions
 

@@ -392,6 +392,7 @@ class Controller:
             token_count=request.token_count,
             deterministic=request.deterministic,
             avoid=frozenset(request.avoid),
+            cause=asked.traceparent,
         )
         self._place(purpose, subject, now_ms)
 
@@ -440,7 +441,7 @@ class Controller:
         self._work.observe("kvsp_placement_fetched_tokens", chosen.fetched_tokens)
         self._work.observe("kvsp_placement_recomputed_tokens", chosen.recomputed_tokens)
         if self._settings.prefetch and chosen.fetched_tokens:
-            self._prefetch(chosen, reference, found.subject.compat_id, found.match)
+            self._prefetch(chosen, reference, found.subject, found.match)
 
     def _open(self, client: str, subject: Subject, owner: Owner, now_ms: int) -> SessionLedger:
         session = str(UUID(bytes=self._random_bytes(16), version=4))
@@ -451,6 +452,7 @@ class Controller:
             scope_id=subject.prefixes[0].scope_id,
             deterministic=subject.deterministic,
         )
+        ledger.cause = subject.cause
         opened = sessions.Open(owner, self._placements.class_of(owner.instance))
         self._follow(session, self._sessions.apply(ledger, opened, now_ms))
         self._placed_at_ms[session] = now_ms
@@ -472,7 +474,7 @@ class Controller:
         if sleeping:
             self._instances.wake(min(sleeping), now_ms)
 
-    def _prefetch(self, chosen: Candidate, reference: str, compat_id: str, match: Match) -> None:
+    def _prefetch(self, chosen: Candidate, reference: str, subject: Subject, match: Match) -> None:
         """Have the chosen instance load the leading blocks it does not hold (LC-2: it is active)."""
         blocks = blocks_to_load(chosen.instance, match)
         if not blocks:
@@ -481,7 +483,7 @@ class Controller:
             directive=str(UUID(bytes=self._random_bytes(16), version=4)),
             request_ref=reference,
             scope_id=match.prefix.scope_id,
-            compat_id=compat_id,
+            compat_id=subject.compat_id,
             blocks=blocks,
             layer_order="ascending",
             deadline_ms=self._settings.prefetch_deadline_ms,
@@ -493,6 +495,7 @@ class Controller:
             directive,
             purpose=_PrefetchCall(chosen.instance),
             timeout_ms=self._settings.call_timeout_ms,
+            cause=subject.cause,
         )
 
     # Sessions
@@ -515,6 +518,7 @@ class Controller:
         ):  # a session of a scope that is not the client's is, for it, not there
             self._work.emit(refuse(asked.request_id, _NO_SESSION))
             return
+        ledger.cause = asked.traceparent or ledger.cause
         event = sessions.CheckpointReceived(asked.client, checkpoint)
         effects = self._sessions.apply(ledger, event, now_ms)
         self._follow(operation.session, effects, asked.request_id)
@@ -549,6 +553,7 @@ class Controller:
             return
         if isinstance(operation, GetSession):
             if asked.client == owner:
+                ledger.cause = asked.traceparent or ledger.cause
                 self._sessions.ask_about(ledger)
             self._work.emit(answer(asked.request_id, Sessions.info(ledger)))
             return
@@ -609,6 +614,7 @@ class Controller:
             deterministic=record.deterministic,
             alike=(record.results or lost) if record.deterministic else None,
             avoid=frozenset(record.tried),
+            cause=ledger.cause,
         )
         self._place(_ForSession(record.session, record.epoch), subject, now_ms)
 
@@ -637,6 +643,7 @@ class Controller:
             ResumeRequest(epoch=epoch, checkpoint=checkpoint),
             purpose=_ResumeCall(session, epoch),
             timeout_ms=self._settings.call_timeout_ms,
+            cause=ledger.cause if ledger else None,
         )
 
     def _resume_answered(

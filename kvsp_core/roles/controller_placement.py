@@ -75,7 +75,7 @@ class Subject:
     `prefixes` are the block keys of the prompt in each scope, the scope of the session first. A request says
     how many tokens it has; of a session that moves the `tail_tokens` are known, those that follow the blocks
     of its prompt. `alike` is the class of results that the chosen one must have; `avoid` are instances to be
-    taken last.
+    taken last, `cause` the ``traceparent`` of the request that it is for.
     """
 
     compat_id: str = attrs.field(repr=False)
@@ -85,6 +85,7 @@ class Subject:
     deterministic: bool = False
     alike: str | None = None
     avoid: frozenset[str] = frozenset()
+    cause: str | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -197,6 +198,7 @@ class Placements:
                 GetDescriptor(subject.compat_id),
                 purpose=DescriptorCall(number, subject.compat_id),
                 timeout_ms=self._settings.call_timeout_ms,
+                cause=subject.cause,
             )
             gather.calls.add(call)
         return self._finish(number)
@@ -222,8 +224,15 @@ class Placements:
         shares = self._index.shares(request)
         gather.lookups[prefix] = _Lookup(request, len(shares))
         for part, share in shares.items():
-            purpose, timeout_ms = LookupCall(number, prefix, part), self._settings.call_timeout_ms
-            gather.calls.add(self._work.call(part, Lookup(), share, purpose=purpose, timeout_ms=timeout_ms))
+            call = self._work.call(
+                part,
+                Lookup(),
+                share,
+                purpose=LookupCall(number, prefix, part),
+                timeout_ms=self._settings.call_timeout_ms,
+                cause=gather.subject.cause,
+            )
+            gather.calls.add(call)
 
     def handle(self, call: PlacementCall, item: AnswerReceived | CallFailed) -> Found | None:
         """Take in the end of a call; return what was found where it was the last."""

@@ -85,7 +85,7 @@ class Generate:
     """Generate output for a prompt. The program numbers its generations.
 
     `shared` says, for each shared scope, how many leading tokens of the prompt are public in it (decision
-    W24). `max_tokens` and `stop` are in `sampler.params`.
+    W24). `max_tokens` and `stop` are in `sampler.params`. Calls that are made for it carry `traceparent`.
     """
 
     generation: int
@@ -93,6 +93,7 @@ class Generate:
     prompt: tuple[int, ...] = attrs.field(repr=False)
     sampler: Sampler
     shared: tuple[tuple[str, int], ...] = attrs.field(default=(), repr=False)
+    traceparent: str | None = None
 
 
 @attrs.frozen
@@ -459,6 +460,7 @@ class FrontEnd:
             purpose=number,
             timeout_ms=self._silence_ms if streams else self._call_ms,
             form=AnswerForm.LINES if streams else AnswerForm.DOCUMENT,
+            cause=generation.asked.traceparent,
         )
 
     def _of(self, call_id: int) -> tuple[int, _Generation | None]:
@@ -540,7 +542,11 @@ class FrontEnd:
     def _place_again(self, number: int, generation: _Generation, now_ms: int) -> None:
         """Nothing has begun yet: end the session, without waiting for it, and place the request anew."""
         self._work.call(
-            self._controller, DeleteSession(generation.session), purpose=_NOBODY, timeout_ms=self._call_ms
+            self._controller,
+            DeleteSession(generation.session),
+            purpose=_NOBODY,
+            timeout_ms=self._call_ms,
+            cause=generation.asked.traceparent,
         )
         generation.session, generation.stage = "", _Stage.PLACING
         self._led_nowhere(number, generation, now_ms)

@@ -173,6 +173,7 @@ class Instance:
             holder=settings.copy_holder,
             lease_ms=settings.copy_lease_ms,
             call_timeout_ms=settings.fetch_timeout_ms,
+            cause_of=self._cause_of,
         )
         self._sessions = Sessions(
             self._work,
@@ -224,6 +225,10 @@ class Instance:
         for scope_id in self._scopes:
             if self.policy.scope(scope_id).shared and self.policy.may(client, Permission.READ, scope_id):
                 yield scope_id
+
+    def _cause_of(self, session: str) -> str | None:
+        known = self._sessions.get(session)
+        return None if known is None else known.cause
 
     def _allow(self, client: str, operation: Operation) -> Problem | None:
         return authorize(self.policy, client, operation)
@@ -379,17 +384,18 @@ class Instance:
         match asked.operation:
             case PrefetchBlocks():
                 assert isinstance(body, PrefetchDirective)
-                self._prefetch(request_id, body, now_ms)
+                self._prefetch(request_id, body, now_ms, asked.traceparent)
             case GetDirective(directive):
                 status = self._prefetches.table.status(directive)
                 unknown = Problem(NOT_FOUND, "no such directive; it was never sent, or is over for long")
                 self._work.emit(refuse(request_id, unknown) if status is None else answer(request_id, status))
             case ResumeSession(session):
                 assert isinstance(body, ResumeRequest)
-                self._sessions.resume_session(request_id, session, body, now_ms)
+                self._sessions.resume_session(request_id, session, body, now_ms, asked.traceparent)
             case StreamOutput(session):
                 assert isinstance(body, OutputRequest)
-                self._sessions.stream_output(request_id, asked.client, session, body, now_ms)
+                cause = asked.traceparent
+                self._sessions.stream_output(request_id, asked.client, session, body, now_ms, cause)
             case ReshardGroup():
                 self._shards.reshard(request_id, _reshard_message(body), now_ms)
             case Attend(map_id):
@@ -405,13 +411,14 @@ class Instance:
         """Return the scope of the session or shard map that a request names, where it is known here."""
         match operation:
             case StreamOutput(session):
-                return self._sessions.scope_of(session)
+                known = self._sessions.get(session)
+                return None if known is None else known.scope
             case Attend(map_id):
                 return self._shards.scope_of(map_id)
             case _:
                 return None
 
-    def _prefetch(self, request_id: int, message: PrefetchDirective, now_ms: int) -> None:
+    def _prefetch(self, request_id: int, message: PrefetchDirective, now_ms: int, cause: str | None) -> None:
         model = self._models.get(message.compat_id)
         if model is None:
             problem = Problem(INCOMPATIBLE, "compat_id: this instance computes another model")
@@ -421,7 +428,7 @@ class Instance:
             problem = Problem(SCOPE_DENIED, "scope_id: this instance is not in the scope")
             self._work.emit(refuse(request_id, problem))
             return
-        for effect in self._prefetches.submit(message, model, now_ms):
+        for effect in self._prefetches.submit(message, model, now_ms, cause=cause):
             match effect:
                 case prefetch.Accepted(directive):
                     location = f"prefetch/{directive}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from collections.abc import Callable
 from typing import Final, TypeAlias
 
 import attrs
@@ -83,16 +84,25 @@ class _Kept:
 
 
 class Copies:
-    """The copies of all sessions of an instance. Without a `holder` blocks are kept here only."""
+    """The copies of all sessions of an instance. Without a `holder` blocks are kept here only. `cause_of`
+    returns the request that a session is for."""
 
     def __init__(
-        self, work: Work, blocks: LocalBlocks, *, holder: str | None, lease_ms: int, call_timeout_ms: int
+        self,
+        work: Work,
+        blocks: LocalBlocks,
+        *,
+        holder: str | None,
+        lease_ms: int,
+        call_timeout_ms: int,
+        cause_of: Callable[[str], str | None] = lambda session: None,
     ) -> None:
         self._work = work
         self._blocks = blocks
         self._holder = holder
         self._lease_ms = lease_ms
         self._call_timeout_ms = call_timeout_ms
+        self._cause_of = cause_of
         self._kept: dict[_Run, _Kept] = {}
         self._queue: deque[tuple[_Run, BlockName, int, int]] = deque()
         self._users: dict[int, int] = {}  # buffer -> who still reads it
@@ -210,6 +220,7 @@ class Copies:
             timeout_ms=self._call_timeout_ms,
             block=BlockBody(buffer),
             length=size_bytes,
+            cause=self._cause_of(run[0]),
         )
 
     def call_ended(self, purpose: Purpose, item: AnswerReceived | CallFailed, now_ms: int) -> None:
@@ -245,6 +256,7 @@ class Copies:
             LeaseRequest(block_keys=keys, ttl_ms=self._lease_ms),
             purpose=_LeaseFor(run, keys),
             timeout_ms=self._call_timeout_ms,
+            cause=self._cause_of(run[0]),
         )
 
     def _leased(

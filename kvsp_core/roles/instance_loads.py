@@ -138,6 +138,7 @@ class Loads:
         self._received: dict[int, _Received] = {}  # job -> the verified block
         self._stores: dict[int, int] = {}  # ticket -> job
         self._pinned: dict[str, BlockName] = {}
+        self._causes: dict[str, str | None] = {}  # directive -> the request that it is for
         self._ended: list[prefetch.Ended] = []
         self._leases = SharedLeases()
         # Holders that gave no answer, the longest ago first, and until when they are passed over.
@@ -166,7 +167,8 @@ class Loads:
             match effect:
                 case prefetch.Accepted() | prefetch.Rejected():
                     answers.append(effect)
-                case prefetch.Ended():
+                case prefetch.Ended(directive):
+                    self._causes.pop(directive, None)
                     self._ended.append(effect)
                 case _:
                     self._carry_out(effect, now_ms)
@@ -181,11 +183,12 @@ class Loads:
         scope_id: str,
         duration_ms: int,
         now_ms: int,
+        cause: str | None = None,
     ) -> bool:
         """Load blocks for the instance's own use, as a directive of this name that pins them for as long.
 
-        `sources` gives for each key who has it; whoever has it where that names nobody. Returns whether it
-        was taken; `take_ended` says when it is over.
+        `sources` gives for each key who has it; whoever has it where that names nobody; `cause` is the
+        request that it is for. Returns whether it was taken; `take_ended` says when it is over.
         """
         message = PrefetchDirective(
             directive=name,
@@ -195,7 +198,7 @@ class Loads:
             deadline_ms=duration_ms,
             lease_ms=duration_ms,
         )
-        (answer,) = self.submit(message, model, now_ms, any_source=True)
+        (answer,) = self.submit(message, model, now_ms, any_source=True, cause=cause)
         return isinstance(answer, prefetch.Accepted)
 
     def submit(
@@ -205,8 +208,9 @@ class Loads:
         now_ms: int,
         *,
         any_source: bool = False,
+        cause: str | None = None,
     ) -> tuple[prefetch.Effect, ...]:
-        """Take in a directive; return how it is answered."""
+        """Take in a directive, for the request `cause`; return how it is answered."""
         names = (BlockName(message.compat_id, message.scope_id, block.block_key) for block in message.blocks)
         event = prefetch.Submit(
             directive=message,
@@ -216,7 +220,17 @@ class Loads:
             producers=self._policy().producers(message.scope_id) or None,
             any_source=any_source,
         )
-        return self.handle(event, now_ms)
+        is_new = self.table.status(message.directive) is None
+        if is_new:
+            self._causes[message.directive] = cause
+        answers = self.handle(event, now_ms)
+        if is_new and not any(isinstance(answer, prefetch.Accepted) for answer in answers):
+            self._causes.pop(message.directive, None)
+        return answers
+
+    def _cause_of(self, block_key: str) -> str | None:
+        message = self.table.message_of(block_key)
+        return None if message is None else self._causes.get(message.directive)
 
     def withdraw(self, name: str, now_ms: int) -> None:
         """Stop a directive whose outcome nobody waits for."""
@@ -259,9 +273,13 @@ class Loads:
         )
         lookup = self._lookups[directive] = _Lookup(body)
         for part, share in self._index.shares(body).items():
-            purpose, timeout_ms = _LookupFor(self.name, directive, part), self._call_timeout_ms
             lookup.calls[part] = self._work.call(
-                part, Lookup(), share, purpose=purpose, timeout_ms=timeout_ms
+                part,
+                Lookup(),
+                share,
+                purpose=_LookupFor(self.name, directive, part),
+                timeout_ms=self._call_timeout_ms,
+                cause=self._causes.get(directive),
             )
 
     def _stop_looking_up(self, directive: str) -> None:
@@ -309,6 +327,7 @@ class Loads:
                         LeaseRequest(block_keys=block_keys, ttl_ms=ttl_ms),
                         purpose=_LeaseFor(self.name, request, holder, now_ms),
                         timeout_ms=self._call_timeout_ms,
+                        cause=self._cause_of(block_keys[0]),
                     )
                 case shared_leases.GiveBack(holder, lease):
                     self._notify(holder, ReleaseLease(lease))
@@ -340,6 +359,7 @@ class Loads:
             timeout_ms=self._fetch_timeout_ms,
             form=AnswerForm.BLOCK,
             buffer=buffer,
+            cause=self._cause_of(key),
         )
 
     def _store(self, job: int, key: str, now_ms: int) -> None:

@@ -138,29 +138,27 @@ class Sessions:
 
     # Requests
 
-    def resume_session(self, request_id: int, name: str, body: ResumeRequest, now_ms: int) -> None:
-        """Serve POST sessions/{session}/resume."""
+    def resume_session(
+        self, request_id: int, name: str, body: ResumeRequest, now_ms: int, cause: str | None
+    ) -> None:
+        """Serve POST sessions/{session}/resume; `cause` is what the request belongs to."""
         checkpoint = body.checkpoint
         if checkpoint.session != name:
             problem = Problem(BAD_REQUEST, "checkpoint.session: is not the session that the path names")
             self._work.emit(refuse(request_id, problem))
             return
         session = self._sessions.get(name) or ServedSession(name=name)
+        session.cause = cause or session.cause
         refusal = self._refusal(checkpoint.compat_id, checkpoint.scope_id, session, now_ms)
         event = resume.ResumeReceived(epoch=body.epoch, checkpoint=checkpoint, refusal=refusal)
         self._advance(session, event, now_ms, request_id=request_id)
 
-    def scope_of(self, name: str) -> str | None:
-        """Return the scope of a session; None where it is not known here."""
-        session = self._sessions.get(name)
-        if session is None:
-            return None
-        if isinstance(session.state, resume.Loading | resume.NeedsPrompt):
-            return session.state.checkpoint.scope_id
-        return session.scope_id or None
+    def get(self, name: str) -> ServedSession | None:
+        """Return a session; None where it is not known here."""
+        return self._sessions.get(name)
 
     def stream_output(
-        self, request_id: int, client: str, name: str, body: OutputRequest, now_ms: int
+        self, request_id: int, client: str, name: str, body: OutputRequest, now_ms: int, cause: str | None
     ) -> None:
         """Serve POST ext/sessions/{session}/output: begin a session, or take its output up again."""
         session = self._sessions.get(name)
@@ -169,6 +167,7 @@ class Sessions:
                 self._work.emit(refuse(request_id, Problem(NOT_FOUND, "the session is not served here")))
                 return
             session = session or ServedSession(name=name)
+        session.cause = cause or session.cause
         if body.sampler is not None and body.epoch > getattr(session.state, "epoch", 0):
             assert body.compat_id is not None
             assert body.scope_id is not None
@@ -176,16 +175,13 @@ class Sessions:
             refusal = self._refusal(body.compat_id, body.scope_id, session, now_ms)
             if refusal is None:
                 session.compat_id, session.scope_id = body.compat_id, body.scope_id
-                session.shared_scopes = self._shared_scopes(client, body.scope_id)
+                session.shared_scopes = tuple(s for s in self._shared(client) if s != body.scope_id)
                 session.sampler, session.prompt = body.sampler, body.prompt
                 session.request_ref = body.request_ref
             event = resume.BeginReceived(epoch=body.epoch, refusal=refusal)
             if not self._advance(session, event, now_ms, request_id=request_id):
                 return
         self._attach(session, request_id, body, now_ms)
-
-    def _shared_scopes(self, client: str, scope_id: str) -> tuple[str, ...]:
-        return tuple(each for each in self._shared(client) if each != scope_id)
 
     def _refusal(self, compat_id: str, scope_id: str, session: ServedSession, now_ms: int) -> Problem | None:
         """Return why a session cannot begin here; where it can, the lifecycle counts it from now on."""
@@ -327,6 +323,7 @@ class Sessions:
             scope_id=checkpoint.scope_id,
             duration_ms=self._resume_load_ms,
             now_ms=now_ms,
+            cause=session.cause,
         )
         if not taken:
             self.load_ended(session.loading, now_ms)
@@ -566,6 +563,7 @@ class Sessions:
             session.checkpoint(offset),
             purpose=CheckpointFor(session.name, session.run),
             timeout_ms=self._call_timeout_ms,
+            cause=session.cause,
         )
 
     # Ends

@@ -150,6 +150,8 @@ class RequestReceived:
     client: str
     """The client's principal: the URI name of its certificate."""
     request: Request = attrs.field(repr=False)
+    traceparent: str | None = None
+    """What the request belongs to; calls that are made for it carry that on. No role acts on it."""
 
 
 @attrs.frozen
@@ -380,7 +382,8 @@ class Call:
     """Send a request to the role at a base URI, and bring back the answer within `timeout_ms`.
 
     For `AnswerForm.BLOCK` the container goes into `buffer`, at most `limit_bytes`. For `AnswerForm.LINES`
-    the timeout is for the head and then for the silence between two lines.
+    the timeout is for the head and then for the silence between two lines. `traceparent` is that of the
+    request for which the call is made, where it is made for one.
     """
 
     call_id: int
@@ -391,6 +394,7 @@ class Call:
     form: AnswerForm = AnswerForm.DOCUMENT
     buffer: int | None = None
     limit_bytes: int | None = None
+    traceparent: str | None = None
 
 
 @attrs.frozen

@@ -28,6 +28,8 @@ class ServedSession:
     prompt_keys: tuple[str, ...] = ()
     prompt_tail: tuple[int, ...] = ()
     request_ref: str | None = None
+    cause: str | None = None
+    """What the request belongs to that it answers: a ``traceparent``."""
     gate: output.OutputGate | None = None
     chain: BlockKeyChain | None = None
     """Over all tokens with a position so far; None where the session has not begun to run."""
@@ -57,6 +59,13 @@ class ServedSession:
     """Whether the lifecycle counts it."""
     forget_at_ms: int | None = None
     due_ms: int | None = None
+
+    @property
+    def scope(self) -> str | None:
+        """The scope that it is in, as soon as that is known."""
+        if isinstance(self.state, resume.Loading | resume.NeedsPrompt):
+            return self.state.checkpoint.scope_id
+        return self.scope_id or None
 
     def name_of(self, index: int) -> BlockName:
         """Return the name of a complete block in the session's scope."""

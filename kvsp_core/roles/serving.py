@@ -53,6 +53,8 @@ class Asked:
     operation: Operation
     request: Request = attrs.field(repr=False)
     body: object = attrs.field(default=None, repr=False)
+    traceparent: str | None = None
+    """What the request belongs to."""
 
 
 Intake: TypeAlias = RequestReceived | BodyArrived | BodyFailed | RequestEnded
@@ -94,8 +96,8 @@ class Desk:
     def take(self, item: Intake) -> tuple[Asked | None, tuple[Effect, ...]]:
         """Take an input in; return the request that is now to be served, if any, and what is to be done."""
         match item:
-            case RequestReceived(request_id, client, request):
-                return self._received(request_id, client, request)
+            case RequestReceived():
+                return self._received(item)
             case BodyArrived(request_id, body):
                 return self._body_arrived(request_id, body)
             case BodyFailed(request_id, problem):
@@ -105,16 +107,21 @@ class Desk:
                 self._awaiting.pop(request_id, None)
                 return None, ()
 
-    def _received(
-        self, request_id: int, client: str, request: Request
-    ) -> tuple[Asked | None, tuple[Effect, ...]]:
+    def _received(self, item: RequestReceived) -> tuple[Asked | None, tuple[Effect, ...]]:
+        request_id, client, request = item.request_id, item.client, item.request
         operation = self._router.route(request)
         if isinstance(operation, Refusal):
             return None, (refuse(request_id, operation.problem, allow=operation.allow),)
         problem = self._allow(client, operation) or check_head(operation, request)
         if problem is not None:
             return None, (refuse(request_id, problem),)
-        asked = Asked(request_id=request_id, client=client, operation=operation, request=request)
+        asked = Asked(
+            request_id=request_id,
+            client=client,
+            operation=operation,
+            request=request,
+            traceparent=item.traceparent,
+        )
         row = resource_of(operation)
         if row.body_type != JSON_MEDIA_TYPE or row.body is None:
             return asked, ()

@@ -69,10 +69,12 @@ class Work:
         buffer: int | None = None,
         block: BlockBody | None = None,
         length: int | None = None,
+        cause: str | None = None,
     ) -> int:
         """Send a typed request to a peer and remember what for; return the number of the call.
 
-        `buffer` takes in a block; `block`, with its `length` in octets, sends one.
+        `buffer` takes in a block; `block`, with its `length` in octets, sends one. `cause` is the
+        ``traceparent`` of the request that it is made for.
         """
         request, octets = request_for(operation, body, length=length)
         self.numbers.calls += 1
@@ -88,6 +90,7 @@ class Work:
                 form=form,
                 buffer=buffer,
                 limit_bytes=None if buffer is None else resource_of(operation).answer_limit_bytes,
+                traceparent=cause,
             )
         )
         return number

@@ -16,6 +16,7 @@ from kvsp_core.heads import (
     request_from_fields,
     response_fields,
     response_from_fields,
+    traceparent_of,
 )
 
 EMPTY = hashlib.sha256(b"").hexdigest()
@@ -210,18 +211,26 @@ def test_paths_and_digests_do_not_show() -> None:
     assert "abc" not in repr(Response(status=201, location="leases/abc"))
 
 
+WELL_FORMED = b"00-" + b"a" * 32 + b"-" + b"b" * 16 + b"-01"
+
+
 @pytest.mark.parametrize(
-    ("field", "read"),
+    ("values", "read"),
     [
-        (b"00-" + b"a" * 32 + b"-" + b"b" * 16 + b"-01", "00-" + "a" * 32 + "-" + "b" * 16 + "-01"),
-        (b"00-" + b"A" * 32 + b"-" + b"b" * 16 + b"-01", None),
-        (b"00-short", None),
-        (b"x" * 5000, None),
+        ([WELL_FORMED], WELL_FORMED.decode()),
+        ([], None),
+        ([WELL_FORMED.upper()], None),
+        ([b"00-short"], None),
+        ([b"x" * 5000], None),
+        ([WELL_FORMED + b"-more"], None),
+        ([WELL_FORMED + b"\n"], None),
+        ([b"ff" + WELL_FORMED[2:]], None),
+        ([b"00-" + b"0" * 32 + b"-" + b"b" * 16 + b"-01"], None),
+        ([b"00-" + b"a" * 32 + b"-" + b"0" * 16 + b"-01"], None),
+        ([WELL_FORMED, WELL_FORMED], None),
     ],
 )
-def test_the_span_that_a_request_belongs_to_is_carried_along_or_ignored(
-    field: bytes, read: str | None
+def test_what_a_request_belongs_to_is_taken_where_it_is_well_formed(
+    values: list[bytes], read: str | None
 ) -> None:
-    head = request_from_fields("GET", "leases", "", [(b"traceparent", field)], has_body=False)
-    assert head.traceparent == read
-    assert ((b"traceparent", field) in request_fields(head)) == (read is not None)
+    assert traceparent_of([(b"traceparent", value) for value in values]) == read

@@ -12,6 +12,8 @@ from kvsp_h2.frames import Fault
 from kvsp_h2.heads import HeadDecoder, HeadEncoder
 from tests.adapters.h2.pair import block
 
+TRACES = (b"00-" + b"a" * 32 + b"-" + b"b" * 16 + b"-01", b"00-" + b"c" * 32 + b"-" + b"d" * 16 + b"-00")
+
 # Representations of RFC 7541, section 6, few enough that they meet again: of both tables, with and without
 # indexing, never indexed, new sizes of the table that evict or do not, and octets that are no representation.
 pieces = st.sampled_from(
@@ -25,6 +27,10 @@ pieces = st.sampled_from(
         b"\x7e\x01d",  # the name of the newest entry, indexed again
         b"\x00\x01a\x01b",
         b"\x10\x01a\x01b",
+        b"\x10\x0btraceparent\x37" + TRACES[0],
+        b"\x10\x0btraceparent\x37" + TRACES[1],
+        b"\x10\x0btraceparent\x37" + bytes(55),
+        b"\x10\x01a\x45\x10\x0btraceparent\x37" + TRACES[0],  # in a value
         b"\x0f\x2f\x01e",  # the name of the newest entry, not indexed
         b"\x40\x01k\x7f\xe1\x1f" + bytes(4192),  # an entry larger than the table, which it clears
     ]
@@ -35,6 +41,12 @@ sizes = st.sampled_from(
 blocks = st.builds(
     lambda size, found: size + b"".join(found), sizes, st.lists(pieces, min_size=1, max_size=3)
 )
+
+
+def meant(decoder: HeadDecoder, octets: bytes) -> list[tuple[bytes, bytes]]:
+    """Return the whole header list of a block."""
+    head, trace = decoder.decode(octets)
+    return head.headers if trace is None else [*head.headers, (b"traceparent", trace)]
 
 
 few = st.lists(blocks, min_size=2, max_size=5)
@@ -51,21 +63,53 @@ def test_blocks_mean_what_hpack_says(sent: list[bytes]) -> None:
             with pytest.raises(Fault):
                 tested.decode(octets)
             return
-        assert tested.decode(octets).headers == expected
+        assert meant(tested, octets) == expected
 
 
 def test_a_block_that_comes_again_is_not_decoded_again() -> None:
     decoder = HeadDecoder(Decoder())
     octets = block((":method", "GET"), (":path", "/kvsp/x"))
-    assert decoder.decode(octets) is decoder.decode(octets)
+    assert decoder.decode(octets)[0] is decoder.decode(octets)[0]
+
+
+def test_blocks_that_differ_in_the_traceparent_that_ends_them_are_decoded_once() -> None:
+    decoder, encoder = HeadDecoder(Decoder()), HeadEncoder(Encoder())
+    headers = [(b":method", b"GET"), (b":path", b"/kvsp/x"), (b"a", b"b")]
+    first, second = (decoder.decode(encoder.encode(headers, trace.decode())) for trace in TRACES)
+    assert (first[1], second[1]) == TRACES
+    assert first[0] is second[0]
+    assert first[0].headers == headers
+    assert decoder.decode(encoder.encode(headers)) != second
+    reference = Decoder().decode(encoder.encode(headers, TRACES[0].decode()), raw=True)
+    assert reference == [*headers, (b"traceparent", TRACES[0])]
+
+
+@pytest.mark.parametrize(
+    "twice", [(b"traceparent", TRACES[1]), (b"traceparent", b"no such thing"), (b"other", b"x")]
+)
+def test_a_head_is_told_apart_from_its_traceparent_where_that_is_the_only_one(
+    twice: tuple[bytes, bytes],
+) -> None:
+    decoder, encoder = HeadDecoder(Decoder()), HeadEncoder(Encoder())
+    for _ in range(2):
+        head, trace = decoder.decode(encoder.encode([(b"a", b"b"), twice], TRACES[0].decode()))
+        assert (trace is None) == (twice[0] == b"traceparent")
+        assert len(head.headers) == (3 if trace is None else 2)
+
+
+def test_heads_that_are_kept_apart_from_their_traceparents_are_bounded() -> None:
+    decoder, encoder = HeadDecoder(Decoder()), HeadEncoder(Encoder())
+    for number in range(1000):
+        decoder.decode(encoder.encode([(b"name", b"%d" % number)], TRACES[0].decode()))
+    assert len(decoder._rests) <= 32
 
 
 def test_the_same_octets_mean_something_else_once_the_table_has_changed() -> None:
     decoder = HeadDecoder(Decoder())
     decoder.decode(b"\x40\x01a\x01b")
-    assert decoder.decode(b"\xbe").headers == [(b"a", b"b")]
+    assert meant(decoder, b"\xbe") == [(b"a", b"b")]
     decoder.decode(b"\x40\x01c\x01d")
-    assert decoder.decode(b"\xbe").headers == [(b"c", b"d")]
+    assert meant(decoder, b"\xbe") == [(b"c", b"d")]
 
 
 def test_the_same_octets_change_the_table_once_they_fit_into_it() -> None:
@@ -74,7 +118,7 @@ def test_the_same_octets_change_the_table_once_they_fit_into_it() -> None:
     decoder.decode(b"\x40\x01a\x01b")
     decoder.decode(b"\x3f\xe1\x1f\x82")
     decoder.decode(b"\x40\x01a\x01b")
-    assert decoder.decode(b"\xbe").headers == [(b"a", b"b")]
+    assert meant(decoder, b"\xbe") == [(b"a", b"b")]
 
 
 def test_what_is_kept_is_bounded() -> None:
@@ -83,7 +127,7 @@ def test_what_is_kept_is_bounded() -> None:
         decoder.decode(block(("name", str(number))))
     assert len(decoder._kept) <= 32
     octets = block(("name", "v" * 4000))
-    assert decoder.decode(octets) is not decoder.decode(octets)
+    assert decoder.decode(octets)[0] is not decoder.decode(octets)[0]
 
 
 def test_answers_that_go_again_have_the_same_block() -> None:

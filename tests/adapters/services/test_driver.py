@@ -65,6 +65,7 @@ NAME = BlockName("c" * 64, "a" * 32, "b" * 64)
 GET = Request(method="GET", path="x")
 OK = Response(status=200, content_length=None)
 PEER = "https://peer.example/kvsp/"
+TRACE = f"00-{'1' * 32}-{'2' * 16}-01"
 
 
 # A world by hand ----------------------------------------------------------------------------------
@@ -104,6 +105,7 @@ class FakeLoop:
 @attrs.define(eq=False)
 class FakeExchange:
     request: Request = GET
+    traceparent: str | None = TRACE
     client: str = "spiffe://example/client"
     sent: list[object] = attrs.field(factory=list)
     acknowledged: int = 0
@@ -141,9 +143,14 @@ class FakePeers:
         self.calls: list[tuple[str, FakeExchange, OutgoingListener]] = []
 
     def call(
-        self, base_uri: str, request: Request, body: Sequence[bytes | memoryview], listener: OutgoingListener
+        self,
+        base_uri: str,
+        request: Request,
+        body: Sequence[bytes | memoryview],
+        listener: OutgoingListener,
+        traceparent: str | None,
     ) -> FakeExchange:
-        exchange = FakeExchange(request, sent=list(map(bytes, body)))
+        exchange = FakeExchange(request, traceparent, sent=list(map(bytes, body)))
         self.calls.append((base_uri, exchange, listener))
         return exchange
 

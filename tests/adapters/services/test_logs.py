@@ -83,3 +83,15 @@ def test_the_level_is_a_threshold() -> None:
     logger.info("quiet")
     logger.warning("loud")
     assert [event["event"] for event in logged(output)] == ["loud"]
+
+
+def test_the_id_of_a_request_is_shown_and_nothing_else_in_its_place() -> None:
+    output = io.StringIO()
+    logger = configure_logs(output=output)
+    logger.info("request", request_id=SCOPE_ID, other=SCOPE_ID)
+    logger.info("request", request_id=SESSION)
+    logger.info("request", request_id=BLOCK_KEY)
+    first, *others = logged(output)
+    assert first["request_id"] == SCOPE_ID
+    assert first["other"] != SCOPE_ID
+    assert all(str(event["request_id"]).startswith("<hidden") for event in others)

@@ -25,6 +25,7 @@ from kvsp_services.openai_api import (
 )
 
 ANSWER = "Paris, of course."
+TRACE = f"00-{'1' * 32}-{'2' * 16}-01"
 
 
 class Letters:
@@ -70,7 +71,13 @@ class Backend:
 
 def talk(backend: Backend, use: Callable[[openai.AsyncOpenAI], Awaitable[Any]]) -> Any:
     async def run() -> Any:
-        app = make_app(model="m", text=Letters(), generate=backend.generate, context_tokens=100)
+        app = make_app(
+            model="m",
+            text=Letters(),
+            generate=backend.generate,
+            context_tokens=100,
+            belongs_to=lambda said: TRACE,
+        )
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport) as http:
             client = openai.AsyncOpenAI(
@@ -200,10 +207,31 @@ def test_a_stream_that_breaks_off_says_so() -> None:
         talk(Backend(Started(0), Token(65)), use)
 
 
+def test_a_client_is_told_the_id_of_its_request() -> None:
+    """Whole answers, streams and refusals: OpenAI's client shows it as ``_request_id``."""
+    backend = Backend()
+
+    async def use(client: openai.AsyncOpenAI) -> list[str | None]:
+        whole = await client.completions.create(model="m", prompt="x")
+        streamed = await client.completions.create(model="m", prompt="x", stream=True)
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.completions.create(model="m", prompt="")
+        return [whole._request_id, streamed.response.headers["x-request-id"], refused.value.request_id]
+
+    assert talk(backend, use) == ["1" * 32] * 3
+    assert [asked.traceparent for asked in backend.asked] == [TRACE] * 2
+
+
 @pytest.mark.parametrize("body", [b"{", b"[]", b"[" * 100000])
 def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
     async def run() -> httpx.Response:
-        app = make_app(model="m", text=Letters(), generate=Backend().generate, context_tokens=100)
+        app = make_app(
+            model="m",
+            text=Letters(),
+            generate=Backend().generate,
+            context_tokens=100,
+            belongs_to=lambda said: TRACE,
+        )
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://t") as http:
             return await http.post("/v1/completions", content=body)
 
@@ -246,7 +274,9 @@ def test_a_generation_whose_client_has_gone_is_given_up(stream: bool, loop: str)
             """Nobody is there."""
 
         bodies = [json.dumps({"prompt": "x", "stream": stream}).encode()]
-        app = make_app(model="m", text=Letters(), generate=generate, context_tokens=100)
+        app = make_app(
+            model="m", text=Letters(), generate=generate, context_tokens=100, belongs_to=lambda said: TRACE
+        )
         scope = {"type": "http", "method": "POST", "path": "/v1/completions"}
         scope |= {"headers": [], "query_string": b""}
         with anyio.fail_after(30):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -55,8 +56,14 @@ def call(number: int) -> Call:
     )
 
 
+def named(traceparent: str | None) -> tuple[int, int]:
+    """Return the trace and the span that a field names."""
+    _, trace, span, _ = (traceparent or "---").split("-")
+    return int(trace, 16), int(span, 16)
+
+
 def test_what_a_request_leads_to_is_in_its_trace(traces: Traces, exporter: InMemorySpanExporter) -> None:
-    traces.request_received(1, HEAD)
+    belongs_to = traces.request_received(1, HEAD, None)
     cause = traces.cause_of(BodyArrived(1, BODY))
     traces.wanted(Observe("kvsp_index_lookup_requests"), cause)
     traces.wanted(ReadBlock(5, 1, BlockName(COMPAT, SCOPE, KEY), "host"), cause)
@@ -74,11 +81,8 @@ def test_what_a_request_leads_to_is_in_its_trace(traces: Traces, exporter: InMem
     assert request.parent is None
     assert first.parent.span_id == request.context.span_id
     assert second.parent.span_id == first.context.span_id
-    assert sent.request.traceparent is not None
-    assert sent.request.traceparent.split("-")[1:3] == [
-        f"{first.context.trace_id:032x}",
-        f"{first.context.span_id:016x}",
-    ]
+    assert named(belongs_to) == (request.context.trace_id, request.context.span_id)
+    assert named(sent.traceparent) == (first.context.trace_id, first.context.span_id)
     assert first.attributes == {
         "kvsp.role": "index",
         "http.request.method": "POST",
@@ -94,13 +98,32 @@ def test_what_a_request_leads_to_is_in_its_trace(traces: Traces, exporter: InMem
 
 def test_a_request_is_in_the_trace_of_who_calls(traces: Traces, exporter: InMemorySpanExporter) -> None:
     sent = traces.call_begun(call(1), None)
-    traces.request_received(1, sent.request)
+    traces.request_received(1, sent.request, sent.traceparent)
     traces.request_ended(1, complete=False)
     traces.call_ended(1, 200)
     served, called = exporter.get_finished_spans()
     assert served.parent is not None
     assert served.parent.span_id == called.context.span_id
     assert not served.status.is_ok
+
+
+def test_a_call_is_in_the_trace_of_the_request_that_its_role_makes_it_for(
+    traces: Traces, exporter: InMemorySpanExporter
+) -> None:
+    """Whatever the role was told of when it made it: what waits in a queue is often another's turn."""
+    first, other = (traces.request_received(number, HEAD, None) for number in (1, 2))
+    traces.call_begun(attrs.evolve(call(7), traceparent=first), traces.cause_of(BodyArrived(2, BODY)))
+    traces.call_ended(7, 200)
+    (span,) = exporter.get_finished_spans()
+    assert (span.parent.trace_id, span.parent.span_id) == named(first)
+    assert named(first)[0] != named(other)[0]
+
+
+def test_what_a_front_end_is_asked_for_is_a_trace(traces: Traces, exporter: InMemorySpanExporter) -> None:
+    traces.call_begun(attrs.evolve(call(1), traceparent=traces.generation_begun()), None)
+    traces.call_ended(1, 200)
+    generation, called = exporter.get_finished_spans()
+    assert called.parent.span_id == generation.context.span_id
 
 
 def test_a_call_that_is_given_up_is_in_the_trace(traces: Traces, exporter: InMemorySpanExporter) -> None:

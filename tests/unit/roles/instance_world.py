@@ -225,6 +225,8 @@ class World:
         self.requests = 0
         self.seen: list[Effect] = []
         self.open: dict[int, Open] = {}
+        self.traceparent: str | None = None
+        """What requests belong to from now on."""
         self.take(self.role.start(self.now_ms))
 
     def drawn(self) -> int:
@@ -252,7 +254,7 @@ class World:
     def ask(self, client: str, operation: Operation, body: object = None) -> tuple[int, tuple[Effect, ...]]:
         self.requests += 1
         head, octets = request_for(operation, body)
-        effects = self.do(RequestReceived(self.requests, client, head))
+        effects = self.do(RequestReceived(self.requests, client, head, self.traceparent))
         if any(isinstance(effect, ReceiveBody) for effect in effects):
             effects = self.do(BodyArrived(self.requests, octets))
         return self.requests, effects

@@ -154,6 +154,8 @@ class Talk:
         self.effects: list[Effect] = []
         self.replicas: dict[str, tuple[ReplicaRecord, ...]] = {}
         self.index_answers = True
+        self.traceparent: str | None = None
+        """What requests belong to from now on."""
         self.restart()
 
     def restart(self) -> None:
@@ -214,7 +216,7 @@ class Talk:
         """Ask; return the number of the request, which may be answered later."""
         request, octets = request_for(operation, body)
         number = next(self.numbers)
-        effects = self.give(RequestReceived(number, client, request))
+        effects = self.give(RequestReceived(number, client, request, self.traceparent))
         if effects and isinstance(effects[0], ReceiveBody):
             self.give(BodyArrived(number, octets))
         return number
