@@ -82,7 +82,9 @@ def run_python(block: Block, page: Path, names: dict[str, Any]) -> None:
     exec(compile(source, str(page), "exec"), names)
 
 
-def run_console(block: Block, page: Path, directory: Path, environment: dict[str, str]) -> None:
+def run_console(
+    block: Block, page: Path, directory: Path, environment: dict[str, str], limit_s: float = 120
+) -> None:
     for command in commands_of(block.text):
         with subprocess.Popen(
             ["bash", "-c", command.text],
@@ -95,7 +97,7 @@ def run_console(block: Block, page: Path, directory: Path, environment: dict[str
             process_group=0,
         ) as process:
             GROUPS.append(process.pid)
-            output = process.communicate(timeout=120)[0]
+            output = process.communicate(timeout=limit_s)[0]
         where = f"{page.name}:{block.line + 1}: $ {command.text}"
         if command.output:
             assert output_matches(command.output, output), f"{where}\nprinted\n{output}"

@@ -25,7 +25,7 @@ def test_ten_commands(tmp_path: Path) -> None:
     ]
     try:
         for block in blocks:
-            snippets.run_console(block, page, tmp_path, environment)
+            snippets.run_console(block, page, tmp_path, environment, limit_s=600)
     finally:
         while snippets.GROUPS:
             with contextlib.suppress(ProcessLookupError):
