@@ -33,8 +33,9 @@ class Link(BaseLink[HTTP], asyncio.BufferedProtocol):
     ) -> None:
         super().__init__(network, connection, on_event, links)
         self._transport: asyncio.Transport | None = None
-        self._paused = False
-        self._timer: asyncio.TimerHandle | None = None
+        self._paused = self._reading_paused = False
+        self._timer: asyncio.Handle | None = None
+        self._timer_due = 0.0
 
     def abort(self) -> None:
         """Close at once."""
@@ -61,6 +62,7 @@ class Link(BaseLink[HTTP], asyncio.BufferedProtocol):
                 self._transport.abort()
             elif not self._paused:
                 self._transport.close()
+        self._read_or_wait()
         self._set_timer()
 
     # Called by the loop ----------------------------------------------------------------------------------
@@ -108,6 +110,17 @@ class Link(BaseLink[HTTP], asyncio.BufferedProtocol):
             self._timer.cancel()
             self._timer = None
 
+    def _read_or_wait(self) -> None:
+        """Receive nothing while what has come waits for its turn."""
+        waits = self.connection.input_waits
+        if waits is self._reading_paused or self._transport is None or self._transport.is_closing():
+            return
+        self._reading_paused = waits
+        if waits:
+            self._transport.pause_reading()
+        else:
+            self._transport.resume_reading()
+
     def _set_timer(self) -> None:
         """Wake up by the connection's deadline. Deadlines mostly move away, and an early call is a no-op."""
         due_ms = self.connection.next_deadline_ms()
@@ -115,9 +128,10 @@ class Link(BaseLink[HTTP], asyncio.BufferedProtocol):
             return
         due = (due_ms + 1) / 1000
         if self._timer is not None:
-            if self._timer.when() <= due:
+            if self._timer_due <= due:
                 return
             self._timer.cancel()
+        self._timer_due = due
         self._timer = self._network.loop.call_at(due, self._fire)
 
     def _fire(self) -> None:

@@ -123,14 +123,29 @@ class Connection:
 
     # What comes in ---------------------------------------------------------------------------------------
 
-    def receive_data(self, data: Buffer, now_ms: int) -> None:
-        """Take octets from the peer. What it does wrong ends the exchange or the connection, as an event."""
+    @property
+    def frames_left(self) -> int:
+        """Frames that are still read before others are to have their turn: as many as come, where nobody
+        sets it."""
+        return self._reader.frames_left
+
+    @frames_left.setter
+    def frames_left(self, count: int) -> None:
+        self._reader.frames_left = count
+
+    def receive_data(self, data: Buffer, now_ms: int) -> int:
+        """Take octets from the peer. What it does wrong ends the exchange or the connection, as an event.
+
+        Returns how many were taken: all, unless `frames_left` is used up; the rest is to be given again.
+        """
+        view = memoryview(data)
+        taken = view.nbytes
         if self._ended:
-            return
+            return taken
         self._now_ms = self._received_ms = now_ms
         self._ping_sent_ms = None
         try:
-            self._read(memoryview(data))
+            taken = self._read(view)
         except Fault as fault:
             self._end(fault.reason, fault.code)
         if not self._reader.mid_frame:
@@ -138,6 +153,7 @@ class Connection:
         elif self._head_due_ms is None:
             self._head_due_ms = now_ms + self._limits.head_ms
         self._collect()
+        return taken
 
     def place(self) -> memoryview | None:
         """Return memory to put the next octets from the peer into, for `receive_placed` then; None where
@@ -175,8 +191,8 @@ class Connection:
         """Return what happened next, or None where nothing is left to tell."""
         return self._events.popleft() if self._events else None
 
-    def _read(self, view: memoryview) -> None:
-        self._reader.receive(view)
+    def _read(self, view: memoryview) -> int:
+        return self._reader.receive(view)
 
     # What goes out ---------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ by the largest control frame. DATA is passed on as it comes; unknown frames are 
 from __future__ import annotations
 
 import struct
+import sys
 from typing import Final, Protocol, TypeAlias
 
 from h2.errors import ErrorCodes
@@ -143,6 +144,8 @@ class FrameReader:
         self._block: list[bytes] = []
         self._block_ends = False
         self._started = self._stopped = False
+        self.frames_left = sys.maxsize
+        """Frames that are still read before others are to have their turn; who gives octets sets it."""
 
     def stop(self) -> None:
         """Take nothing more: the connection is over."""
@@ -164,12 +167,15 @@ class FrameReader:
         self._receiver.data_is_placed(size_bytes)
         self._end_payload()
 
-    def receive(self, view: memoryview) -> None:
-        """Take octets and tell the receiver what they make. Raises `Fault`."""
+    def receive(self, view: memoryview) -> int:
+        """Take octets and tell the receiver what they make; return how many were taken: all of them, where
+        `frames_left` is enough. Raises `Fault`."""
         at, size = 0, view.nbytes
         while at < size and not self._stopped:
             if self._in_data or self._skip_left:
                 at = self._pass_payload(view, at)
+            elif self.frames_left <= 0:
+                return at
             elif self._partial or size - at < HEAD_BYTES:
                 at = self._collect(view, at)
             else:
@@ -181,7 +187,8 @@ class FrameReader:
                 else:
                     self._wanted = wanted
                     self._partial += view[at:]
-                    return
+                    break
+        return size
 
     def _collect(self, view: memoryview, at: int) -> int:
         """Add octets to a frame whose beginning came before."""
@@ -231,6 +238,7 @@ class FrameReader:
         length: int = high << 8 | low
         stream_id &= 0x7FFFFFFF
         self._kind, self._stream_id = kind, stream_id
+        self.frames_left -= 1
         if not self._started:
             self._check_first(kind, flags)
         if self._block_stream and (kind != CONTINUATION or stream_id != self._block_stream):

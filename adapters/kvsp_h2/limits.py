@@ -73,6 +73,13 @@ class WireLimits:
     control_per_s: int = attrs.field(default=100, validator=_positive)
     """See `control_burst`."""
 
+    turn_frames: int = attrs.field(default=64, validator=_positive)
+    """Frames that are read before other connections have their turn; the rest waits, and nothing more is
+    taken from the peer meanwhile."""
+
+    turn_bytes: int = attrs.field(default=4 << 20, validator=_positive)
+    """About how many octets go out before other connections have their turn; the rest waits."""
+
     send_queue_bytes: int = attrs.field(default=1 << 20, validator=_positive)
     """Octets queued on an exchange from which on `send_data` reports pressure. `OutputReady` follows
     when it is down to half of that."""

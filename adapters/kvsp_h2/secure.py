@@ -28,8 +28,14 @@ class SecureConnection(Generic[HTTP]):
 
     The first event is `Established`, or `ConnectionEnded` where the handshake fails; from then on `http` is
     what takes requests or answers. Octets are decrypted as events are asked for, so `next_event` is to be
-    called until there is none. `scratch` is memory for decrypted octets; connections may share it whose
-    events are each dealt with before anything else is asked of any of them.
+    called until there is none.
+
+    What one peer can set off at a time is bounded, so that others have their turn: beyond that much,
+    `next_event` and `data_to_send` have nothing, the deadline is at once, and `handle_timer` goes on. Nothing
+    more is to be received while `input_waits`.
+
+    `scratch` is memory for decrypted octets; connections may share it whose events are each dealt with before
+    anything else is asked of any of them.
     """
 
     def __init__(
@@ -48,11 +54,15 @@ class SecureConnection(Generic[HTTP]):
         self._scratch = memoryview(bytearray(SCRATCH_BYTES)) if scratch is None else scratch
         self._events: deque[Event] = deque()
         self._due_ms: int | None = now_ms + limits.handshake_ms
-        self._close_ms = limits.close_ms
+        self._limits = limits
         self._clear_text: bytes | None = None
         """What a peer that does not speak TLS is told, instead of anything else."""
         self._ended = self._dropped = self._closed_tls = False
         self._undecrypted = False
+        self._put_off = memoryview(b"")
+        """Decrypted octets that wait for the next turn."""
+        self._room = limits.turn_bytes
+        """Octets that may still go out in this turn."""
         self._now_ms = now_ms
         self._heard = False
         """Whether the peer has sent anything under TLS: until then it may still refuse our certificate."""
@@ -87,6 +97,7 @@ class SecureConnection(Generic[HTTP]):
                     return
                 self._establish(now_ms)
             self._undecrypted, self._now_ms = True, now_ms
+            self._begin_turn()
         except TLSFailure as failure:
             self._fail(str(failure), now_ms)
 
@@ -103,18 +114,25 @@ class SecureConnection(Generic[HTTP]):
             return self._events.popleft()
         if self.http is None:
             return None
-        while (event := self.http.next_event()) is None and self._undecrypted:
+        while (event := self.http.next_event()) is None and self._undecrypted and not self.input_waits:
             self._decrypt(self.http)
         return event
+
+    @property
+    def input_waits(self) -> bool:
+        """Whether what has come waits for the next turn, and nothing more is to be received before."""
+        http = self.http
+        return self._undecrypted and http is not None and http.frames_left <= 0 and not http.ended
 
     def data_to_send(self) -> bytes:
         """Return the ciphertext to send next, some 256 KiB at most; empty where there is none."""
         if self._clear_text is not None:
             octets, self._clear_text = self._clear_text, b""
             return octets
-        if self.http is not None and not self._closed_tls:
+        if self.http is not None and not self._closed_tls and (self._room > 0 or self.http.ended):
             octets = self.http.data_to_send()
             if octets:
+                self._room -= len(octets)
                 self._tls.write(octets)
             elif self.http.ended:
                 self._closed_tls = True
@@ -122,12 +140,17 @@ class SecureConnection(Generic[HTTP]):
         return self._tls.data_to_send()
 
     def next_deadline_ms(self) -> int | None:
-        """Return when `handle_timer` is next to be called; None where nothing is pending."""
-        return self._due_ms if self.http is None else self.http.next_deadline_ms()
+        """Return when `handle_timer` is next to be called: 0 where that is at once, None where nothing is
+        pending."""
+        if self.http is None:
+            return self._due_ms
+        return 0 if self.input_waits or self._room <= 0 else self.http.next_deadline_ms()
 
     def handle_timer(self, now_ms: int) -> None:
         """Do what is due. Calling too early changes nothing."""
         if self.http is not None:
+            self._now_ms = now_ms
+            self._begin_turn()
             self.http.handle_timer(now_ms)
         elif self._due_ms is not None and now_ms >= self._due_ms:
             if self._ended:
@@ -152,11 +175,19 @@ class SecureConnection(Generic[HTTP]):
         self.http = self._begin(now_ms)
         self._events.append(Established(peer.principal))
 
+    def _begin_turn(self) -> None:
+        if self.http is not None:
+            self.http.frames_left = self._limits.turn_frames
+        self._room = self._limits.turn_bytes
+
     def _decrypt(self, http: HTTP) -> None:
         """Decrypt some of what has come for HTTP/2, whose events are told before the next."""
         tls = self._tls
+        dry = False
         try:
-            if (place := http.place()) is not None:
+            if self._put_off:
+                self._pass_on(http, self._put_off)
+            elif (place := http.place()) is not None:
                 count = tls.read_into(place)
                 dry = count < place.nbytes
                 if count:
@@ -171,17 +202,22 @@ class SecureConnection(Generic[HTTP]):
                     dry = count < scratch.nbytes
                 if count:
                     self._heard = True
-                    http.receive_data(scratch[:count], self._now_ms)
+                    self._pass_on(http, scratch[:count])
         except TLSFailure as failure:
             self._undecrypted = False
             self._fail(str(failure), self._now_ms)
             return
         if http.ended:
             self._undecrypted = False
-        elif dry:
+        elif dry and not self._put_off:
             self._undecrypted = False
             if tls.eof:
                 http.receive_eof(self._now_ms)
+
+    def _pass_on(self, http: HTTP, octets: memoryview) -> None:
+        """Give decrypted octets to HTTP/2; keep what waits for the next turn."""
+        rest = octets[http.receive_data(octets, self._now_ms) :]
+        self._put_off = rest if octets is self._put_off else memoryview(bytes(rest))
 
     def _fail(self, reason: str, now_ms: int) -> None:
         """End the connection for what the peer did to TLS; nothing can be encrypted for it any more."""
@@ -197,7 +233,7 @@ class SecureConnection(Generic[HTTP]):
 
     def _end(self, reason: str, now_ms: int) -> None:
         self._ended = True
-        self._due_ms = now_ms + self._close_ms
+        self._due_ms = now_ms + self._limits.close_ms
         self._tls.close()
         self._events.append(ConnectionEnded(reason))
 

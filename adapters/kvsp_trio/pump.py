@@ -86,9 +86,12 @@ class Link(BaseLink[HTTP]):
             self._scope.deadline = due
 
     async def _read(self) -> None:
-        """Take what arrives, or do what is due."""
-        octets = None if self._eof else self._stream.receive_now()
-        if octets is None:
+        """Take what arrives, or do what is due; let others have their turn before what waits for it."""
+        waits = self.connection.input_waits
+        octets = None if self._eof or waits else self._stream.receive_now()
+        if waits:
+            await trio.lowlevel.checkpoint()
+        elif octets is None:
             with trio.CancelScope(deadline=_seconds(self.connection.next_deadline_ms())) as self._scope:
                 if self._eof:
                     await trio.sleep_forever()

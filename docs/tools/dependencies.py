@@ -24,8 +24,10 @@ What the project uses, directly and indirectly, and the licence that each packag
 `constraints.txt` names one version of each, with which all is tested here; `make constraints` renews it.
 Whoever installs the package is not bound to them.
 
-`make audit` asks the advisory database of PyPI about every installed version; it needs the network.
-Where that is not reachable it says so and fails, rather than pass.
+`make audit` asks the advisory database of PyPI about every installed version; it needs the network, and a
+package index that has advisories, which mirrors often have not. Where it cannot ask, it says in one line that
+nothing was audited and fails, rather than pass. Where the versions in `constraints.txt` were tested there is
+no such index, so they have not been audited yet.
 """
 # Packages whose metadata says nothing, by the licence file they come with.
 _BY_FILE = {"atheris": "Apache-2.0"}

@@ -15,6 +15,7 @@ from kvsp_h2 import (
     Established,
     ExchangeEnded,
     OutputReady,
+    RequestReceived,
     WireLimits,
 )
 from tests.adapters.certificates import CLIENT_URI, Certificates
@@ -326,6 +327,40 @@ def test_a_slow_reader_stops_nobody_else(kind: Kind, certificates: Certificates)
         slow.call.acknowledge(65_535)
         await slow.done.wait()
         assert slow.body == world.serving.block
+
+    run(kind, certificates, scenario)
+
+
+@pytest.mark.requirement("SE-3")
+def test_others_have_their_turn_before_all_that_one_has_sent_is_read(
+    kind: Kind, certificates: Certificates
+) -> None:
+    """Another one's request, made when the first of a hundred is read, is told of before the last is."""
+
+    async def scenario(world: World) -> None:
+        await begin(world, turn_frames=4)
+        many = world.pool
+        assert (await world.fetch("block")).end.complete
+        world.connect_to()
+        assert (await world.fetch("block")).end.complete
+        other, told, tell = world.pool, list[str](), world.serving.on_event
+
+        def on_event(link: Any, event: Any) -> None:
+            if isinstance(event, RequestReceived):
+                if not told:
+                    world.pool = other
+                    world.call("hold", method="HEAD")
+                told.append(event.request.method)
+            tell(link, event)
+
+        world.serving.on_event = on_event  # type: ignore[method-assign]
+        for link in world.listener.links:
+            link._on_event = on_event
+        world.pool = many
+        for _ in range(100):
+            world.call("hold")
+        await wait_until(lambda: len(told) == 101)
+        assert told.index("HEAD") < 90
 
     run(kind, certificates, scenario)
 
