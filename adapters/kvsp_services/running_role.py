@@ -132,6 +132,8 @@ class RunningRole:
             path = Path(process.config.data_dir) / f"{self.name}.sqlite"
             with _named(self.name):
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if self._rebuilt and not path.exists():  # an empty one would forget what was acknowledged
+                raise KVSPError(f"{path} is gone; put a backup in its place (kvsp backup makes them)")
             store = DurableStore(path, process.storage_key, self.section.base_uri)
             stored = store.load()
             self._committer = GroupCommitter(store)

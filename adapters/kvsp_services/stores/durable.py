@@ -65,7 +65,15 @@ class DurableStore:
             self.close()
             raise
         self._path = path
+        self._files = (path, path.with_name(f"{path.name}-wal"))
+        self._identities = self._identify()
         self._lengths: dict[bytes, int] = {}
+        """Of the values and logs there are; of most others nothing is remembered."""
+
+    def _identify(self) -> list[tuple[int, int]]:
+        """Return which files the names of the database and its log lead to now."""
+        with _storage_errors(self._path):
+            return [(found.st_dev, found.st_ino) for found in map(os.stat, self._files)]
 
     def _salt(self) -> bytes:
         self._database.execute("INSERT OR IGNORE INTO fact VALUES ('salt', ?)", (os.urandom(SALT_BYTES),))
@@ -106,7 +114,7 @@ class DurableStore:
     def commit(self, batches: Iterable[Sequence[Write]]) -> None:
         """Make these batches durable, all or none, with one sync.
 
-        Raises `StorageError` where that failed. It is then not known what is stored: discard the store and
+        Raises `StorageError` where that failed, or the file is not where it was. It is then not known what is stored: discard the store and
         the role, and open them anew.
         """
         with _storage_errors(self._path):
@@ -120,6 +128,8 @@ class DurableStore:
                 if self._database.in_transaction:
                     self._database.execute("ROLLBACK")
                 raise
+        if self._identify() != self._identities:  # else it would be written where nobody finds it again
+            raise StorageError(f"{self._path} was replaced while it was in use; stop a role before that")
 
     def _apply(self, write: Write) -> None:
         name = hidden_name(self._names, write.table, write.key)
@@ -139,6 +149,7 @@ class DurableStore:
                     self._add(write, name, offset, value)
             case Delete():
                 self._cut(write, name, 0)
+                del self._lengths[name]
 
     def _length(self, name: bytes) -> int:
         """Return the octets under a name, looked up once and then remembered."""
@@ -172,9 +183,11 @@ class DurableStore:
         self._lengths[name] = position + len(value)
 
     def close(self) -> None:
-        """Close the file and let others have it."""
+        """Close the file and let others have it; once is enough."""
         self._database.close()
-        os.close(self._lock)
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            os.close(lock)
 
 
 def back_up(path: Path, target: Path) -> None:

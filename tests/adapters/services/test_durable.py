@@ -211,6 +211,32 @@ def test_a_migration_that_fails_leaves_the_file_as_it_was(
     assert reopened(path) == {"map": {"a": b"1"}}
 
 
+def test_what_is_deleted_leaves_nothing_behind(path: Path) -> None:
+    with closing(open_store(path)) as store:
+        for number in range(200):
+            name = f"s{number}"
+            store.commit([[Put("map", name, b"1"), Append("log", name, 0, b"abc")]])
+            store.commit([[Delete("map", name), Delete("log", name)]])
+        assert not store._lengths
+        assert store.load() == {}
+
+
+@pytest.mark.requirement("CP-2")
+@pytest.mark.parametrize("suffix", ["", "-wal"])
+@pytest.mark.parametrize("replaced", [False, True])
+def test_nothing_is_told_once_the_file_is_not_where_it_was(path: Path, suffix: str, replaced: bool) -> None:
+    store = open_store(path)
+    store.commit([[Put("map", "a", b"1")]])
+    file = path.with_name(path.name + suffix)
+    octets = file.read_bytes()
+    file.rename(path.with_name("away"))
+    if replaced:
+        file.write_bytes(octets)
+    with pytest.raises(StorageError, match="replaced while it was in use|No such file"):
+        store.commit([[Put("map", "b", b"2")]])
+    store.close()
+
+
 def test_a_backup_is_taken_while_the_store_is_in_use(path: Path) -> None:
     store = open_store(path)
     store.commit([[Put("map", "a", b"1")]])

@@ -8,6 +8,7 @@ from typing import Literal
 import anyio
 import pytest
 
+from kvsp_core.roles.role import Persist, Put
 from kvsp_services.config import read_config
 from kvsp_services.metrics import Metrics
 from kvsp_services.process import running
@@ -48,3 +49,25 @@ def test_a_role_is_rebuilt_from_its_store_a_bounded_number_of_times(
             assert "no space left" in (process.failure or "")
 
     anyio.run(main, backend=loop)
+
+
+@pytest.mark.requirement("CP-2")
+def test_a_role_whose_file_is_gone_does_not_begin_anew_with_an_empty_one(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, {"index": "", "controller": 'index = ["{index}"]'}, POLICY)
+    config = read_config(cluster.config)
+
+    async def main() -> None:
+        async with running(config, Metrics()) as (process, _):
+            await process.start()
+            _, controller = process.roles
+            assert controller.served is not None
+            for file in Path(config.data_dir).glob("controller.sqlite*"):
+                file.unlink()
+            driver = controller.served.driver
+            driver._order(Persist((Put("session", "a", b"1"),)))
+            with anyio.fail_after(60):
+                await process.stopping.wait()
+            assert "is gone; put a backup in its place" in (process.failure or "")
+            assert not list(Path(config.data_dir).glob("controller.sqlite"))
+
+    anyio.run(main, backend="trio")
