@@ -7,6 +7,7 @@ that cannot be read. No body is compressed (decision W23).
 
 from __future__ import annotations
 
+from collections import deque
 from typing import ClassVar, Final, NamedTuple
 from urllib.parse import urlsplit
 
@@ -108,10 +109,6 @@ class ServerConnection(Connection):
         super().__init__(now_ms, limits)
         self._base_path = urlsplit(base_uri).path
         self._preface = PREFACE
-        self._told = 0
-        """The last request that was told of."""
-        self._unheard: set[int] = set()
-        """Requests that were given up before they were told of: nothing of them is told."""
         # What we say first waits for the client's preface, so that who speaks something else gets an answer
         # in kind; under TLS, where both have agreed on HTTP/2, `greet` says it at once.
         self._greeting = bytes(self._control)
@@ -152,23 +149,19 @@ class ServerConnection(Connection):
             return True
         return self.send_data(stream_id, body, end=end)
 
-    def next_event(self) -> Event | None:
-        """Return what happened next, or None where nothing is left to tell. A request that its client gave
-        up before it was told of is not."""
-        while (event := super().next_event()) is not None:
-            if isinstance(event, RequestReceived):
-                self._told = event.stream_id
-            if not self._unheard or getattr(event, "stream_id", 0) not in self._unheard:
-                return event
-        self._unheard.clear()
-        return None
-
     def _receive_reset(self, stream_id: int, code: int) -> None:
         exchange = self._exchanges.get(stream_id)
-        if exchange is not None and stream_id > self._told:
+        if exchange is not None and self._take_back(stream_id):
             exchange.untold = True
-            self._unheard.add(stream_id)
         super()._receive_reset(stream_id, code)
+
+    def _take_back(self, stream_id: int) -> bool:
+        """Tell nothing of a request that is given up before it was told of; return whether it is one."""
+        about = next((e for e in self._events if getattr(e, "stream_id", 0) == stream_id), None)
+        if not isinstance(about, RequestReceived):
+            return False
+        self._events = deque(e for e in self._events if getattr(e, "stream_id", 0) != stream_id)
+        return True
 
     def _read(self, view: memoryview) -> int:
         size = view.nbytes

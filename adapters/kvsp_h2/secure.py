@@ -22,6 +22,8 @@ SCRATCH_BYTES: Final = 256 << 10
 _WANTS_HTTP2: Final = http1_refusal("505 HTTP Version Not Supported", "This service speaks HTTP/2.")
 _WANTS_TLS: Final = http1_refusal("400 Bad Request", "This service wants TLS 1.3.")
 
+_NOTHING: Final = memoryview(b"")
+
 
 class SecureConnection(Generic[HTTP]):
     """HTTP/2 over TLS: ciphertext and time in, events and ciphertext out.
@@ -59,7 +61,7 @@ class SecureConnection(Generic[HTTP]):
         """What a peer that does not speak TLS is told, instead of anything else."""
         self._ended = self._dropped = self._closed_tls = False
         self._undecrypted = False
-        self._put_off = memoryview(b"")
+        self._put_off = _NOTHING
         """Decrypted octets that wait for the next turn."""
         self._room = limits.turn_bytes
         """Octets that may still go out in this turn."""
@@ -216,8 +218,12 @@ class SecureConnection(Generic[HTTP]):
 
     def _pass_on(self, http: HTTP, octets: memoryview) -> None:
         """Give decrypted octets to HTTP/2; keep what waits for the next turn."""
-        rest = octets[http.receive_data(octets, self._now_ms) :]
-        self._put_off = rest if octets is self._put_off else memoryview(bytes(rest))
+        taken = http.receive_data(octets, self._now_ms)
+        if taken < octets.nbytes:
+            rest = octets[taken:]
+            self._put_off = rest if octets is self._put_off else memoryview(bytes(rest))
+        elif self._put_off:
+            self._put_off = _NOTHING
 
     def _fail(self, reason: str, now_ms: int) -> None:
         """End the connection for what the peer did to TLS; nothing can be encrypted for it any more."""

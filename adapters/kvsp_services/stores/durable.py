@@ -114,8 +114,8 @@ class DurableStore:
     def commit(self, batches: Iterable[Sequence[Write]]) -> None:
         """Make these batches durable, all or none, with one sync.
 
-        Raises `StorageError` where that failed, or the file is not where it was. It is then not known what is stored: discard the store and
-        the role, and open them anew.
+        Raises `StorageError` where that failed, or the file is not where it was. It is then not known what is
+        stored: discard the store and the role, and open them anew.
         """
         with _storage_errors(self._path):
             self._database.execute("BEGIN IMMEDIATE")

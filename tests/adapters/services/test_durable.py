@@ -232,7 +232,7 @@ def test_nothing_is_told_once_the_file_is_not_where_it_was(path: Path, suffix: s
     file.rename(path.with_name("away"))
     if replaced:
         file.write_bytes(octets)
-    with pytest.raises(StorageError, match="replaced while it was in use|No such file"):
+    with pytest.raises(StorageError, match=r"replaced while it was in use|No such file"):
         store.commit([[Put("map", "b", b"2")]])
     store.close()
 
