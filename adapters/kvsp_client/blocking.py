@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager, suppress
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-import anyio
 import attrs
 
 from kvsp_client.client import Client
@@ -49,11 +49,15 @@ class _Opened:
         with self._errors():
             return self.loop.call(work, *arguments, **options)
 
+    def check_process(self) -> None:
+        """Raise `ClientClosed` in a process that was forked from the one it was opened in."""
+        if self.pid != os.getpid():
+            raise ClientClosed("this was begun in another process; begin it anew in this process")
+
     @contextmanager
     def _errors(self) -> Iterator[None]:
         """Say in the client's own words that its loop does not run, here or any more."""
-        if self.pid != os.getpid():
-            raise ClientClosed("this was begun in another process; begin it anew in this process")
+        self.check_process()
         try:
             yield
         except CancelledError:
@@ -218,18 +222,21 @@ class BlockingFetch:
     @property
     def done(self) -> bool:
         """Whether nothing more comes: `result` returns at once."""
-        return self._fetch.done
+        if self._opened.pid != os.getpid():
+            return self._fetch.done
+        with self._fetch.turn:  # so that it is not said while the last octets are being put in place
+            return self._fetch.done
 
     def wait_layer(self, layer: int, timeout_s: float | None = None) -> int:
         """Wait until a layer is usable, and return of how many leading blocks; see `Fetch.wait_layer`.
 
         Raises `TimeoutError` where that takes longer.
         """
-        return self._call(self._fetch.wait_layer, layer, timeout_s=timeout_s)
+        return self._wait(lambda: self._fetch.usable(layer), timeout_s)
 
     def result(self, timeout_s: float | None = None) -> FetchResult:
         """Wait for the end, and return what there is. Raises `TimeoutError` where that takes longer."""
-        return self._call(self._fetch.result, timeout_s=timeout_s)
+        return self._wait(lambda: self._fetch.outcome() if self.done else None, timeout_s)
 
     def cancel(self) -> None:
         """Fetch no more; once this returns, nothing is written to the memory any more."""
@@ -238,14 +245,18 @@ class BlockingFetch:
             self._fetch.cancel()
 
         if not self.done:
-            self._call(cancel, timeout_s=None)
+            self._opened.call(cancel)
 
-    def _call(self, work: Callable[..., Awaitable[T]], *arguments: Any, timeout_s: float | None) -> T:
-        async def bounded() -> T:
-            with anyio.fail_after(timeout_s):
-                return await work(*arguments)
-
-        return self._opened.call(bounded)
+    def _wait(self, look: Callable[[], T | None], timeout_s: float | None) -> T:
+        """Wait until there is something to see."""
+        self._opened.check_process()
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._fetch.turn:
+            while (found := look()) is None:
+                left_s = None if until is None else until - time.monotonic()
+                if not self._fetch.turn.wait(left_s):
+                    raise TimeoutError
+        return found
 
 
 class BlockingJob(Generic[T]):

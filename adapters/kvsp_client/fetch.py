@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Final, TypeAlias
@@ -80,7 +81,8 @@ class Fetch:
     """A prefix on its way into memory; made by `Client.fetching`.
 
     Going through it gives the layers, in ascending order, each once it is usable of all blocks that the
-    prefix then has.
+    prefix then has. A thread waits for them by `turn`, which is notified of every change and held while
+    anything changes: the loop of a busy client would come to tell it much later.
     """
 
     def __init__(
@@ -130,6 +132,7 @@ class Fetch:
         self._ended: load.Ended | None = None
         self._changed = anyio.Event()
         self._over = anyio.Event()
+        self.turn: Final = threading.Condition()
 
     # For the caller
 
@@ -144,17 +147,20 @@ class Fetch:
         Returns how many leading blocks that is. The prefix may still become shorter: then the next call
         raises `LayersWithdrawn`, as it does where a block that was usable turned out to be bad.
         """
+        while (blocks := self.usable(layer)) is None:
+            await self._changed.wait()
+        return blocks
+
+    def usable(self, layer: int) -> int | None:
+        """Return what `wait_layer` returns, or None where that would wait. May be called in any thread."""
         if not 0 <= layer < self.layers:
             raise LocalProtocolError(f"layer {layer}: the model has layers 0 to {self.layers - 1}")
-        while True:
+        with self.turn:
             if self._error is not None:
                 raise self._error
             if self._load.void:
                 raise LayersWithdrawn(self._load.void)
-            blocks = self._load.take_layer(layer)
-            if blocks is not None:
-                return blocks
-            await self._changed.wait()
+            return self._load.take_layer(layer)
 
     async def __aiter__(self) -> AsyncIterator[int]:
         for layer in range(self.layers):
@@ -165,6 +171,10 @@ class Fetch:
     async def result(self) -> FetchResult:
         """Wait for the end, and return what there is. Faults of peers are told by the result alone."""
         await self._over.wait()
+        return self.outcome()
+
+    def outcome(self) -> FetchResult:
+        """Return what there is in the end, once it is `done`. May be called in any thread."""
         if self._error is not None:
             raise self._error
         assert self._ended is not None
@@ -178,8 +188,9 @@ class Fetch:
 
     def cancel(self, reason: MissReason = MissReason.CANCELLED) -> None:
         """Fetch no more. What is complete is kept; nothing is written to the memory any more."""
-        if not self.done:
-            self._carry_out(self._load.handle(load.Stop(reason), self._wire.now_ms()))
+        with self.turn:
+            if not self.done:
+                self._carry_out(self._load.handle(load.Stop(reason), self._wire.now_ms()))
 
     # Under way
 
@@ -188,7 +199,8 @@ class Fetch:
         if self.done:  # it was given up before it began
             return
         try:
-            self._carry_out(self._load.handle(load.Start(), self._wire.now_ms()))
+            with self.turn:
+                self._carry_out(self._load.handle(load.Start(), self._wire.now_ms()))
             while not self.done:
                 now_ms = self._wire.now_ms()
                 if now_ms >= self._due_ms:
@@ -250,6 +262,7 @@ class Fetch:
     def _notify(self) -> None:
         changed, self._changed = self._changed, anyio.Event()
         changed.set()
+        self.turn.notify_all()
 
     # What comes of a call
 
@@ -257,9 +270,10 @@ class Fetch:
         """Take note of layers, or of the end of a container."""
         if isinstance(event, retrieval.BlockEnded):
             self._calls.pop((call.block, call.fetch.fetch), None)
-        self._carry_out(self._load.handle(load.Fetched(call.block, event), call.heard_ms))
-        if call.has_aside:
-            call.put_in_place(lambda layer: not self._load.is_owed(call.block, layer))
+        with self.turn:
+            self._carry_out(self._load.handle(load.Fetched(call.block, event), call.heard_ms))
+            if call.has_aside:
+                call.put_in_place(lambda layer: not self._load.is_owed(call.block, layer))
 
     def failed(self, call: _BlockCall, event: retrieval.Refused | retrieval.FetchFailed) -> None:
         """Take note that a holder did not serve what it was asked for."""
@@ -270,12 +284,14 @@ class Fetch:
         self._stats.failed_attempts[outcome] += 1
         if outcome is Outcome.UNAVAILABLE:
             self._avoided.add(call.fetch.holder, self._wire.now_ms())
-        self._carry_out(self._load.handle(load.Fetched(call.block, event), self._wire.now_ms()))
+        with self.turn:
+            self._carry_out(self._load.handle(load.Fetched(call.block, event), self._wire.now_ms()))
 
     def broken(self, error: BaseException) -> None:
         """Give everything up, because the caller's own memory cannot be written to."""
-        self._error = self._error or error
-        self.cancel()
+        with self.turn:
+            self._error = self._error or error
+            self.cancel()
 
     def operation(self, call: _BlockCall) -> GetBlock:
         """Return the request of a call."""

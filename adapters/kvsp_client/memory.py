@@ -12,7 +12,7 @@ from kvsp_core.errors import LocalProtocolError
 from kvsp_core.identity import CompatibilityDescriptor
 from kvsp_core.layout import Array, element_dtype
 
-__all__ = ["PrefixMemory", "Sections", "octets_of"]
+__all__ = ["MemoryPool", "PrefixMemory", "Sections", "octets_of"]
 
 Sections: TypeAlias = Callable[[int, int], tuple[Any, Any]]
 """Returns the memory of the K and the V section of a layer of a block: ``sections(block, layer)``.
@@ -47,16 +47,24 @@ class PrefixMemory:
     """Memory for so many blocks of a model, in which each layer of all blocks is one array.
 
     Used again, it saves the cost of fresh memory; its content is then that of before until it is filled.
+    `memory` are octets to use for it, of which there may be more than needed; see `MemoryPool`.
     """
 
-    def __init__(self, descriptor: CompatibilityDescriptor, blocks: int) -> None:
+    def __init__(
+        self, descriptor: CompatibilityDescriptor, blocks: int, *, memory: Array | None = None
+    ) -> None:
         self.descriptor = descriptor
         self.blocks = blocks
         tokens = descriptor.block_tokens
         self._shape = (blocks * tokens, descriptor.kv_heads, descriptor.head_dim)
         self._dtype = element_dtype(descriptor)
         self._section = tokens * math.prod(self._shape[1:]) * self._dtype.itemsize
-        self._octets = np.empty((descriptor.layers, 2, blocks, self._section), dtype=np.uint8)
+        shape = (descriptor.layers, 2, blocks, self._section)
+        if memory is None:
+            memory = np.empty(math.prod(shape), dtype=np.uint8)
+        self.octets = memory
+        """The octets it uses, and what is left of those it was given."""
+        self._octets = memory[: math.prod(shape)].reshape(shape)
         self._flat = self._octets.reshape(-1).data
 
     def sections(self, block: int, layer: int) -> tuple[memoryview, memoryview]:
@@ -80,3 +88,28 @@ class PrefixMemory:
 
     def __repr__(self) -> str:
         return f"<PrefixMemory: {self.blocks} blocks>"
+
+
+class MemoryPool:
+    """Memory that is used again: the system's work for fresh memory costs more than what is done with it.
+
+    It keeps `keep_bytes` of what is given back.
+    """
+
+    def __init__(self, keep_bytes: int) -> None:
+        self._keep_bytes = keep_bytes
+        self._free: list[Array] = []
+
+    def take(self, descriptor: CompatibilityDescriptor, blocks: int) -> PrefixMemory:
+        """Return memory for so many blocks: the smallest that is free and large enough, or fresh memory."""
+        size = 2 * descriptor.layers * blocks * descriptor.section_bytes(descriptor.block_tokens)
+        fitting = [number for number, memory in enumerate(self._free) if memory.nbytes >= size]
+        found = min(fitting, key=lambda number: self._free[number].nbytes, default=None)
+        memory = np.empty(size, dtype=np.uint8) if found is None else self._free.pop(found)
+        return PrefixMemory(descriptor, blocks, memory=memory)
+
+    def give_back(self, memory: PrefixMemory) -> None:
+        """Take memory back that nobody uses any more. Where it is too much, what was free longest goes."""
+        self._free.append(memory.octets)
+        while sum(each.nbytes for each in self._free) > self._keep_bytes:
+            del self._free[0]

@@ -7,6 +7,7 @@ a request: what is not loaded is computed.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import time
 from collections import Counter
@@ -175,6 +176,8 @@ class KVSPConnector(KVConnectorBase_V1):
             count=self.counted,
             load_timeout_ms=self._settings.load_timeout_ms,
             store_queue_bytes=self._settings.store_queue_bytes,
+            overlaps=tensors[0].device.type != "cpu"
+            or torch.get_num_threads() < len(os.sched_getaffinity(0)),
         )
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

@@ -1,8 +1,9 @@
 """The worker's side of the connector: blocks into vLLM's cache and out of it.
 
-Loads are used layer by layer, as they come (KC-3), and what does not come is named, so that vLLM computes
-it. Stores are copied in the step that completes them and sent by the client's own thread; beyond a limit
-they are left out. No failure of a peer is an exception here.
+Loads are used layer by layer, as they come (KC-3), or as a whole where computing meanwhile would slow both
+down; what does not come is named, so that vLLM computes it. Stores are copied in the step that completes
+them and sent by the client's own thread; beyond a limit they are left out. No failure of a peer is an
+exception here.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import attrs
 import numpy as np
 
 from kvsp_client import ClientError, PrefixMemory
+from kvsp_client.memory import MemoryPool
 from kvsp_client.vllm.layout import Tensor
 from kvsp_client.vllm.schedule import Load, Plan, Store
 from kvsp_core.identity import CompatibilityDescriptor
@@ -85,11 +88,17 @@ class _Storing:
 
     store: Store
     job: Any
+    memory: PrefixMemory
     size_bytes: int
 
 
 class Transfers:
-    """Moves what a plan says, a step after the other."""
+    """Moves what a plan says, a step after the other.
+
+    `overlaps` says whether vLLM computes with the first layers while the last ones arrive. Where it computes
+    with all of the processor's cores, it is better to wait: its threads would wait for each other while one
+    of their cores is at work for the client.
+    """
 
     def __init__(
         self,
@@ -101,6 +110,7 @@ class Transfers:
         count: Counter[str],
         load_timeout_ms: int,
         store_queue_bytes: int,
+        overlaps: bool,
     ) -> None:
         self._client = client
         self._cache = cache
@@ -110,9 +120,11 @@ class Transfers:
         self._count = count
         self._load_timeout_ms = load_timeout_ms
         self._store_queue_bytes = store_queue_bytes
+        self._overlaps = overlaps
         self._loading: list[_Loading] = []
         self._failed: set[int] = set()
         self._storing: list[_Storing] = []
+        self._memory = MemoryPool(store_queue_bytes)
         self._queued_bytes = 0
         self._held: OrderedDict[str, float] = OrderedDict()
         """Keys that the cache server was said to hold lately, and when; the oldest first."""
@@ -122,7 +134,7 @@ class Transfers:
     def start_loads(self, plan: Plan) -> None:
         """Begin to fetch what a plan loads."""
         for load in plan.loads:
-            memory = PrefixMemory(load.prefix.keys.descriptor, len(load.prefix))
+            memory = self._memory.take(load.prefix.keys.descriptor, len(load.prefix))
             try:
                 fetch = self._client.start_fetch(
                     load.prefix, memory.sections, deadline_ms=self._load_timeout_ms
@@ -131,6 +143,10 @@ class Transfers:
                 self._lost(load, 0)
                 continue
             self._loading.append(_Loading(load, memory, fetch, len(load.blocks)))
+        if not self._overlaps:
+            for loading in self._loading:
+                with suppress(ClientError):  # which the first layer will raise too
+                    loading.fetch.result()
 
     def wait_layer(self, layer: int) -> None:
         """Wait until a layer is in vLLM's cache, of all blocks that come."""
@@ -158,6 +174,7 @@ class Transfers:
             except ClientError:
                 self._lost(loading.load, 0)
                 continue
+            self._memory.give_back(loading.memory)
             good = min(loading.good, result.blocks, *result.withdrawn)
             if loading.layers < self._layers:
                 good = 0  # vLLM did not ask for all layers: what it computed with is not what was fetched
@@ -207,13 +224,13 @@ class Transfers:
         if self._queued_bytes + size > self._store_queue_bytes:
             self._count["stores_left_out"] += count
             return
-        memory, shape = PrefixMemory(descriptor, count), (count, *self._shape)
+        memory, shape = self._memory.take(descriptor, count), (count, *self._shape)
         for layer in range(self._layers):
             keys, values = memory.layer(layer)
             self._cache.read(layer, store.blocks, keys.reshape(shape), values.reshape(shape))
         job = self._client.start_store(self._cache_server, store.keys, memory.sections)
         self._queued_bytes += size
-        self._storing.append(_Storing(store, job, size))
+        self._storing.append(_Storing(store, job, memory, size))
 
     def _take_stored(self) -> None:
         running = []
@@ -222,6 +239,7 @@ class Transfers:
                 running.append(storing)
                 continue
             self._queued_bytes -= storing.size_bytes
+            self._memory.give_back(storing.memory)
             try:
                 result = storing.job.result()
             except ClientError:

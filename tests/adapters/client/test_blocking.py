@@ -106,6 +106,32 @@ def test_waiting_ends_after_its_time(served: Served, client: BlockingClient) -> 
     assert (before == memory._octets).all()
 
 
+def test_a_thread_learns_of_a_layer_while_the_loop_is_busy(served: Served, client: BlockingClient) -> None:
+    keys, stored = keys_of(served, "busy loop", 2), content(2)
+    holder = ScriptedHolder(served, 1).serve(keys, stored)
+    holder.fault = "stall"
+    fetch = client.start_fetch(prefix_of(keys, (holder.uri, stored)), PrefixMemory(MODEL, 2).sections)
+    assert fetch.wait_layer(0, timeout_s=60) == 2
+    entered, go_on = threading.Event(), threading.Event()
+    busy = True
+
+    def slow(block: int, layer: int) -> tuple[memoryview, memoryview]:
+        nonlocal busy
+        entered.set()
+        go_on.wait(5)
+        busy = False
+        return stored.sections(block, layer)
+
+    job = client.start_store(served.cache_uris[0], keys, slow)
+    assert entered.wait(60)
+    assert fetch.wait_layer(1) == 2
+    assert not fetch.done
+    assert busy
+    go_on.set()
+    fetch.cancel()
+    assert job.result(60).complete
+
+
 def test_closing_ends_what_threads_wait_for(served: Served) -> None:
     client = BlockingClient(served.credentials, index=served.index_uri)
     keys, stored = keys_of(served, "closed under", 2), content(2)

@@ -32,8 +32,10 @@ class FakeFetch:
     brings: Callable[[int], int]
     withdrawn: tuple[int, ...] = ()
     result_blocks: int | None = None
+    waited_for: list[int | str] = attrs.field(factory=list)
 
     def wait_layer(self, layer: int) -> int:
+        self.waited_for.append(layer)
         usable = self.brings(layer)
         for block in range(usable):
             for section, sign in zip(self.sections(block, layer), (1, -1), strict=True):
@@ -41,6 +43,7 @@ class FakeFetch:
         return usable
 
     def result(self) -> Any:
+        self.waited_for.append("all")
         blocks = self.blocks if self.result_blocks is None else self.result_blocks
         missing = range(blocks, self.blocks)
         misses = tuple(SimpleNamespace(block=n, reason=MissReason.GONE) for n in missing)
@@ -77,12 +80,15 @@ class FakeClient:
         self.withdrawn: tuple[int, ...] = ()
         self.result_blocks: int | None = None
         self.jobs: list[FakeJob] = []
+        self.fetches: list[FakeFetch] = []
 
     def start_fetch(self, prefix: Any, sections: Any, deadline_ms: int) -> FakeFetch:
         count = len(prefix)
-        return FakeFetch(
+        fetch = FakeFetch(
             sections, count, lambda layer: min(count, self.brings(layer)), self.withdrawn, self.result_blocks
         )
+        self.fetches.append(fetch)
+        return fetch
 
     def start_store(self, holder: str, keys: PrefixKeys, sections: Any) -> FakeJob:
         self.jobs.append(FakeJob(sections, keys))
@@ -98,7 +104,7 @@ def content(block: int, layer: int, sign: int) -> np.ndarray:
 class World:
     """Transfers over a cache as vLLM has it on a CPU."""
 
-    def __init__(self, directory: Path, *, store_queue_bytes: int = 1 << 20) -> None:
+    def __init__(self, directory: Path, *, store_queue_bytes: int = 1 << 20, overlaps: bool = True) -> None:
         self.descriptor: CompatibilityDescriptor = describe_engine(fakes.engine(directory))
         self.tensors = [np.zeros((BLOCKS, HEADS, TOKENS, 2 * DIM), np.int16) for _ in range(LAYERS)]
         geometry = Geometry.of(self.descriptor)
@@ -114,6 +120,7 @@ class World:
             count=self.count,
             load_timeout_ms=1000,
             store_queue_bytes=store_queue_bytes,
+            overlaps=overlaps,
         )
 
     def keys(self, count: int, start: int = 0) -> PrefixKeys:
@@ -153,6 +160,40 @@ def test_a_layer_is_in_the_cache_when_it_was_waited_for(world: World) -> None:
     world.transfers.wait_layer(0)
     assert world.tensors[0].any()
     assert not world.tensors[1].any()
+
+
+@pytest.mark.parametrize(("overlaps", "before"), [(True, []), (False, ["all"])])
+def test_a_load_is_waited_for_as_a_whole_where_vllm_computes_with_all_cores(
+    tmp_path: Path, overlaps: bool, before: list[str]
+) -> None:
+    world = World(fakes.model_directory(tmp_path / "m"), overlaps=overlaps)
+    world.transfers.start_loads(Plan(loads=(world.load(5, 2),)))
+    (fetch,) = world.client.fetches
+    assert fetch.waited_for == before
+    for layer in range(LAYERS):
+        world.transfers.wait_layer(layer)
+    world.transfers.finish_loads()
+    assert fetch.waited_for == [*before, *range(LAYERS), "all"]
+    assert world.holds(5, 0)
+    assert world.holds(2, 1)
+
+
+def test_memory_is_used_again_once_nothing_uses_it(world: World) -> None:
+    def memory_of(sections: Any) -> int:
+        return id(sections.__self__.octets)
+
+    for _ in range(2):
+        world.run(Plan(loads=(world.load(5, 2),)))
+    loaded = [memory_of(fetch.sections) for fetch in world.client.fetches]
+    world.run(Plan(stores=(Store(world.keys(2), (1, 2)),)))
+    world.run(Plan(loads=(world.load(5, 2),)))
+    stored, meanwhile = memory_of(world.client.jobs[0].sections), memory_of(world.client.fetches[2].sections)
+    assert loaded == [stored] * 2
+    assert meanwhile != stored, "which is being sent"
+    world.client.jobs[0].done = True
+    world.run(Plan())
+    world.run(Plan(loads=(world.load(5, 2), world.load(3, 4))))
+    assert {memory_of(fetch.sections) for fetch in world.client.fetches[3:]} == {stored, meanwhile}
 
 
 def test_blocks_are_loaded_into_their_places(world: World) -> None:
