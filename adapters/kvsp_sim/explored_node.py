@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping
-from itertools import count
 from types import MappingProxyType
 from typing import ClassVar, Final, Protocol, TypeAlias
 
@@ -73,6 +72,7 @@ __all__ = [
     "ExploredNode",
     "MessageArrives",
     "Outcome",
+    "Passed",
     "PeerCrashed",
     "Pending",
     "Persisted",
@@ -129,13 +129,24 @@ class PeerCrashed:
 
 
 @attrs.frozen
+class Passed:
+    """So much time has passed, and nothing has happened. Not an event of its own; it comes with a timer, of
+    this node or of another.
+    """
+
+    ms: int
+
+
+@attrs.frozen
 class Crash:
     """The node crashes and starts again; what was being persisted became durable, or did not."""
 
     durable: bool
 
 
-Event: TypeAlias = MessageArrives | Timer | Persisted | Pending | CallLost | Begin | PeerCrashed | Crash
+Event: TypeAlias = (
+    MessageArrives | Timer | Persisted | Pending | CallLost | Begin | PeerCrashed | Passed | Crash
+)
 
 
 @attrs.frozen
@@ -170,6 +181,13 @@ class _Leg:
         self.server = node
         self.client = question.source
         self.request, self.body = question.request, question.body
+
+
+def _number_of(question: Question) -> int:
+    """Return a number for a request that does not say which others came before it."""
+    request = question.request
+    head = f"{question.source} {question.life} {question.call_id} {request.method} {request.path}"
+    return int.from_bytes(hashlib.blake2b(head.encode() + question.body, digest_size=6).digest(), "big")
 
 
 class Engine(Protocol):
@@ -253,6 +271,7 @@ class ExploredNode:
         self.pending: list[tuple[Callable[..., None], tuple[object, ...]]] = []
         self.tiers = {name: Shelf(dict(blocks)) for name in tiers}
         self.engine: Engine | None = None
+        self.in_engine: set[tuple[str, tuple[int, int]]] = set()
         self.held: deque[Effect] = deque()
         self.persisting: Persist | None = None
         self._octets = CountedOctets(base_uri)
@@ -287,11 +306,11 @@ class ExploredNode:
         new.__dict__.update(self.__dict__)
         changing = (
             self.role, self.stored, self.calls, self.requests, self.buffers, self.pending, self.held,
-            self.tiers, self.engine, self._octets, self.local,
+            self.tiers, self.engine, self.in_engine, self._octets, self.local,
         )  # fmt: skip
         (
             new.role, new.stored, new.calls, new.requests, new.buffers, new.pending, new.held,
-            new.tiers, new.engine, new._octets, new.local,
+            new.tiers, new.engine, new.in_engine, new._octets, new.local,
         ) = copied(changing, owner=self, new_owner=new, renew={Numbers: self._renumbered})  # fmt: skip
         new._messages = []
         new._inputs = deque()
@@ -308,7 +327,8 @@ class ExploredNode:
         """Return the state as a hashable value."""
         state = (
             self.role, self.life, self.stored, self.calls, self.requests, self.buffers, self.pending,
-            self.held, self.persisting, self.tiers, self.engine, self._octets, self.posts, self.waiting,
+            self.held, self.persisting, self.tiers, self.engine, self.in_engine, self._octets, self.posts,
+            self.waiting,
         )  # fmt: skip
         return frozen(state, self.now_ms, owner=self), tuple(one.freeze(self.now_ms) for one in self.local)
 
@@ -328,6 +348,11 @@ class ExploredNode:
             if self.persisting is not None:
                 events.append(Crash(durable=True))
         return events
+
+    def due_in_ms(self) -> int | None:
+        """Return after how long the timer goes off here, or None."""
+        deadline_ms = self.role.next_deadline_ms()
+        return None if deadline_ms is None else max(0, deadline_ms - self.now_ms)
 
     def takes(self, message: Message) -> bool:
         """Return whether a message for this node would be looked at: an answer while its call is open, a
@@ -373,6 +398,8 @@ class ExploredNode:
             case PeerCrashed(peer):
                 for open_call in self.calls.values():
                     open_call.broken = open_call.broken or open_call.question.target == peer
+            case Passed(ms):
+                self.now_ms += ms
             case Crash(durable):
                 self._crash(durable)
         self._drain()
@@ -441,7 +468,7 @@ class ExploredNode:
     # Inputs
 
     def _ask(self, question: Question) -> None:
-        request_id = next(number for number in count(1) if number not in self.requests)
+        request_id = _number_of(question)
         self.requests[request_id] = _OpenRequest(question)
         self._inputs.append(RequestReceived(request_id, question.source, question.request))
 
@@ -502,6 +529,7 @@ class ExploredNode:
     # Effects
 
     def _execute(self, effects: tuple[Effect, ...]) -> None:
+        effects = tuple(effect for effect in effects if not isinstance(effect, Observe))
         if self.persisting is not None:
             self.held.extend(effects)
             return
@@ -538,8 +566,6 @@ class ExploredNode:
                 self.calls.pop(call_id, None)
             case FreeBuffer(buffer):
                 self.buffers.pop(buffer, None)
-            case Observe():
-                pass
             case _ if type(effect) in self._own_effects:
                 self._own_effects[type(effect)](self, effect)
             case Store() | ReadBlock() | Drop() | Load():

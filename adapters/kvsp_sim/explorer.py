@@ -32,7 +32,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
 from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 import attrs
@@ -43,6 +42,7 @@ from kvsp_sim.explored_node import (
     Crash,
     Event,
     ExploredNode,
+    Passed,
     PeerCrashed,
     Pending,
     Persisted,
@@ -55,7 +55,7 @@ from kvsp_sim.properties import Properties
 from kvsp_sim.property import Violation
 from kvsp_sim.wire import request_line
 
-__all__ = ["Bounds", "Exploration", "Finding", "explore"]
+__all__ = ["Bounds", "Exploration", "Finding", "Search", "explore"]
 
 
 @attrs.frozen(kw_only=True)
@@ -127,22 +127,25 @@ def _unbroken(outcome: _T | Broken) -> _T:
     return outcome
 
 
-class _Search:
+class Search:
+    """The states of some nodes within some bounds, as far as they were `reached`."""
+
     def __init__(
         self,
         nodes: Sequence[ExploredNode],
         properties: Properties,
         bounds: Bounds,
-        kept: AbstractSet[Message],
+        before: Search | None = None,
     ) -> None:
+        """`before` is a search of the same that left questions out which mattered: here they stay."""
         self.names = [node.name for node in nodes]
         self._count = len(nodes)
         self._nodes = nodes
-        self.messages = MessageSpace(nodes)
-        self.spaces = [NodeSpace(self.messages) for _ in nodes]
-        self._properties = PropertySpace(properties)
+        self.messages = MessageSpace(nodes) if before is None else before.messages
+        self.spaces = [NodeSpace(self.messages) for _ in nodes] if before is None else before.spaces
+        self._properties = PropertySpace(properties) if before is None else before._properties
+        self._kept: set[int] = set() if before is None else before._kept | before.mattered()
         self._left_out: dict[tuple[int, int], set[int]] = {}
-        self._kept = {self.messages.number(message) for message in kept}
         self._sets = Interned()
         self._lefts = Interned()
         left = self._lefts.number(
@@ -190,6 +193,37 @@ class _Search:
             else:
                 return state
             state = state if after is None else _unbroken(after)
+
+    def run(self, max_states: int, progress: Callable[[int, int], None] | None = None) -> Exploration:
+        """Explore, breadth first; stop at the first violation, or at so many states."""
+        reached = self.reached
+        frontier = deque([self.first])
+        depth = transitions = 0
+        last_of_level = self.first
+        while frontier:
+            state = frontier.popleft()
+            for next_states in (self.next_states, self.last_states):
+                has_to_happen = False
+                for after, place, event in next_states(state):
+                    transitions += 1
+                    has_to_happen = has_to_happen or not self.may_not_happen(state, after, event)
+                    if isinstance(after, Broken):
+                        steps = (*self.way_to(state), self.describe(state, place, event))
+                        finding = Finding(after.violation, steps)
+                        return Exploration(len(reached), transitions, depth + 1, False, finding)
+                    if after not in reached:
+                        reached[after] = (state, place, event)
+                        frontier.append(after)
+                if has_to_happen:
+                    break
+            if state is last_of_level and frontier:
+                depth += 1
+                last_of_level = frontier[-1]
+                if progress is not None:
+                    progress(len(reached), depth)
+            if len(reached) > max_states:
+                return Exploration(len(reached), transitions, depth, False, None)
+        return Exploration(len(reached), transitions, depth, True, None)
 
     # Going on
 
@@ -375,7 +409,7 @@ class _Search:
             return False
         return self._properties.outcome(properties, outcome[2]) == properties
 
-    def mattered(self) -> set[Message]:
+    def mattered(self) -> set[int]:
         """Return the late questions that were left out and would have changed something later."""
         met: dict[int, set[tuple[int, int]]] = {}
         for place, _ in self._left_out:
@@ -388,7 +422,7 @@ class _Search:
                 for number, properties in met[place]
                 if number in later
             ):
-                found.add(self.messages.all[message])
+                found.add(message)
         return found
 
     def _may_be_taken(self, nodes: Sequence[int], message: int) -> bool:
@@ -416,16 +450,43 @@ class _Search:
         if not any(node.waiting for node in nodes):
             return
         places = sorted(range(self._count), key=lambda place: not nodes[place].waiting)
-        for kind in (CallLost, Timer):
-            for place in places:
-                for event in self.spaces[place].own[state[place]]:
-                    if isinstance(event, kind):
-                        after = self._after(state, place, event, state[-1])
-                        if after is not None:
-                            yield after, place, event
-                            return
+        for place in places:
+            for event in self.spaces[place].own[state[place]]:
+                if isinstance(event, CallLost):
+                    after = self._after(state, place, event, state[-1])
+                    if after is not None:
+                        yield after, place, event
+                        return
+        for wait_ms, place in self._timers(state):
+            after = self._after(self._later(state, wait_ms), place, Timer(), state[-1])
+            if after is not None:
+                yield after, place, Timer()
+                return
         waiting = next(node for node in nodes if node.waiting)
         yield Broken(Violation("everything_ends", f"somebody waits for ever at {waiting.name}")), 0, Timer()
+
+    def _timers(self, state: State) -> list[tuple[int, int]]:
+        """Return which timers may go off next, the first first: after how long, and at which node.
+
+        Those of nodes that only ask come before any other's and at once: they give up after a while.
+        """
+        timers = []
+        for place, space in enumerate(self.spaces):
+            wait_ms = space.nodes[state[place]].due_in_ms()
+            if wait_ms is not None:
+                timers.append((place not in self._only_ask, wait_ms, place))
+        return [(wait_ms if shared else 0, place) for shared, wait_ms, place in sorted(timers)]
+
+    def _later(self, state: State, wait_ms: int) -> State:
+        """Return a state once time has passed, the same at all nodes."""
+        if not wait_ms:
+            return state
+        later = list(state)
+        for place, space in enumerate(self.spaces):
+            outcome = space.outcome(state[place], Passed(wait_ms))
+            assert isinstance(outcome, tuple)
+            later[place] = outcome[0]
+        return tuple(later)
 
     # Telling
 
@@ -490,42 +551,9 @@ def explore(
     `progress` is told the states so far and the depth, now and then. Where it turns out at the end that late
     questions were left out that would have changed something, all is explored once more with them.
     """
-    kept: set[Message] = set()
+    search = Search(nodes, properties, bounds)
     while True:
-        search = _Search(nodes, properties, bounds, kept)
-        explored = _explore(search, max_states, progress)
-        mattered = search.mattered() if explored.complete else set()
-        if not mattered:
+        explored = search.run(max_states, progress)
+        if not explored.complete or not search.mattered():
             return explored
-        kept |= mattered
-
-
-def _explore(search: _Search, max_states: int, progress: Callable[[int, int], None] | None) -> Exploration:
-    reached = search.reached
-    frontier = deque([search.first])
-    depth = transitions = 0
-    last_of_level = search.first
-    while frontier:
-        state = frontier.popleft()
-        for next_states in (search.next_states, search.last_states):
-            has_to_happen = False
-            for after, place, event in next_states(state):
-                transitions += 1
-                has_to_happen = has_to_happen or not search.may_not_happen(state, after, event)
-                if isinstance(after, Broken):
-                    steps = (*search.way_to(state), search.describe(state, place, event))
-                    finding = Finding(after.violation, steps)
-                    return Exploration(len(reached), transitions, depth + 1, False, finding)
-                if after not in reached:
-                    reached[after] = (state, place, event)
-                    frontier.append(after)
-            if has_to_happen:
-                break
-        if state is last_of_level and frontier:
-            depth += 1
-            last_of_level = frontier[-1]
-            if progress is not None:
-                progress(len(reached), depth)
-        if len(reached) > max_states:
-            return Exploration(len(reached), transitions, depth, False, None)
-    return Exploration(len(reached), transitions, depth, True, None)
+        search = Search(nodes, properties, bounds, search)

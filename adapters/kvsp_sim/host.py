@@ -224,6 +224,8 @@ class Host:
         self.requests: dict[int, CarriedRequest] = {}
         self.left: dict[int, CarriedRequest] = {}  # whose client is gone, and which the role may still answer
         self.buffers: dict[int, bytes] = {}
+        self.in_engine: set[tuple[str, tuple[int, int]]] = set()
+        """The ranges of shard maps that the engine was told to hold."""
         self.engine: SimulatedEngine | None = None
         self._factory = factory
         self._make_engine = engine

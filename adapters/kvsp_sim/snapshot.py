@@ -27,12 +27,14 @@ __all__ = ["copied", "frozen"]
 
 _PLAIN: Final = frozenset({int, str, bytes, bool, float, type(None), type, range})
 _OPAQUE: Final = (
-    *(types.FunctionType, types.BuiltinFunctionType, types.ModuleType, re.Pattern, Enum, type),
+    *(types.BuiltinFunctionType, types.ModuleType, re.Pattern, Enum, type),
     *(struct.Struct, Policy, Router),
 )
 _POINT_IN_TIME: Final = re.compile(
-    r"(?:^|_)(?:at|deadline|due|until|expiry|expires|since|next|last|started)_ms$"
+    r"(?:^|_)(?:at|asked|began|deadline|due|expires|expiry|joined|last|next|since|started|until)_ms$"
 )
+_HEAP: Final = "_due"
+"""An attribute of this name holds what is due, each entry beginning with when."""
 
 
 def copied(
@@ -55,8 +57,9 @@ def frozen(value: Any, now_ms: int, *, owner: object = None) -> Hashable:
 
     What has a `freeze` of its own is asked; of other objects all attributes count. An integer attribute whose
     name says that it is a point in time (``..._at_ms``, ``..._deadline_ms``) counts as its distance from
-    `now_ms`. Functions stand for themselves, and so does `owner`, where it is referred to within. Of a method
-    only the name counts: what it is bound to is a part of the state by itself.
+    `now_ms`, but in settings. `owner` stands for itself, where it is referred to within. Of a method only the
+    name counts, and of a function its code and the plain values around it: what they are bound to is a part
+    of the state by itself.
     """
     return _Freezing(now_ms, owner).freeze(value)
 
@@ -80,6 +83,7 @@ _TIMELESS: Final = frozenset(
         "identity",
         "problems",
         "resources",
+        "machines.reshard_plan",
         "roles.role",
         "roles.engine",
     )
@@ -141,6 +145,8 @@ def _copy_other(
         return value[:]
     if kind is types.MethodType:
         return types.MethodType(value.__func__, _copy(value.__self__, done, renew))
+    if kind is types.FunctionType:
+        return _copy_closure(value, done, renew)
     if kind is partial:
         parts = (value.func, value.args, value.keywords)
         function, arguments, named = (_copy(part, done, renew) for part in parts)
@@ -151,6 +157,20 @@ def _copy_other(
     done[id(value)] = (new, value)
     for name, item in _attributes(value):
         object.__setattr__(new, name, _copy(item, done, renew))
+    return new
+
+
+def _copy_closure(
+    value: types.FunctionType, done: dict[int, Any], renew: Mapping[type, Callable[[Any], Any]]
+) -> types.FunctionType:
+    """Return a function over copies of what it refers to around it."""
+    if not value.__closure__:
+        return value
+    cells = tuple(types.CellType() for _ in value.__closure__)
+    new = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+    done[id(value)] = (new, value)
+    for cell, around in zip(cells, value.__closure__, strict=True):
+        cell.cell_contents = _copy(around.cell_contents, done, renew)
     return new
 
 
@@ -172,6 +192,10 @@ class _Freezing:
             return plain
         if kind is Numbers:
             return ()  # counters: what is numbered by them and still open is in the state by its number
+        if kind is Router or kind is Policy:
+            return kind  # in one exploration those of a role are all alike
+        if kind is struct.Struct:
+            return kind, value.format
         if isinstance(value, _OPAQUE) or _is_timeless(kind):  # type: ignore[arg-type]
             itself: Hashable = value
             return itself
@@ -196,6 +220,8 @@ class _Freezing:
 
     def _structure(self, value: Any, name: str) -> Hashable:
         freeze = self.freeze
+        if name == _HEAP and type(value) is list:
+            return tuple([(at_ms - self.now_ms, *map(freeze, entry)) for at_ms, *entry in sorted(value)])
         if isinstance(value, list | tuple | deque):
             return tuple([freeze(item, name) for item in value])
         if isinstance(value, Mapping):
@@ -205,6 +231,9 @@ class _Freezing:
             return frozenset([freeze(item, name) for item in value])
         if isinstance(value, bytearray | memoryview | array):
             return bytes(value)
+        if isinstance(value, types.FunctionType):
+            around = [cell.cell_contents for cell in value.__closure__ or ()]
+            return value.__code__, tuple([each for each in around if type(each) in _PLAIN])
         if isinstance(value, partial):
             return tuple([freeze(part) for part in (value.func, value.args, value.keywords)])
         if hasattr(value, "hexdigest"):
@@ -212,4 +241,7 @@ class _Freezing:
         if hasattr(value, "freeze"):
             own: Hashable = value.freeze(self.now_ms)
             return type(value), own
-        return type(value), tuple([(field, freeze(item, field)) for field, item in _attributes(value)])
+        lasts = type(value).__name__.endswith("Settings")  # what they say of time is how long it is
+        return type(value), tuple(
+            [(field, freeze(item, "" if lasts else field)) for field, item in _attributes(value)]
+        )

@@ -211,7 +211,6 @@ class Witness:
         self._streams_by_prompt: dict[tuple[int, ...], Hashable] = {}
         self._streams: dict[str, Hashable] = {}
         self._scopes: dict[str, str] = {}  # of sessions, blocks and shard maps, by their names
-        self._in_engine: set[tuple[str, str, Range]] = set()  # member, map, tokens
         self._faulty: set[tuple[str, str]] = set()
         self._answers: dict[tuple[str, str], Callable[[CarriedRequest, Respond, bytes], None]] = {
             ("PUT", "replicas"): self._record_taken,
@@ -249,11 +248,11 @@ class Witness:
                 self._plan_sent(call.base_uri, plan)
             elif path == "prefetch":
                 self._disclosed(call.base_uri, _read_scoped(body).scope_id)
-            elif path.startswith("ext/sessions/") and path not in self._streams:
+            elif path.startswith("ext/sessions/"):
                 output = _read_output(body)
                 if output.prompt is not None:
                     self._disclosed(call.base_uri, output.scope_id)
-                    self._streams[path] = self._streams_by_prompt.get(tuple(output.prompt))
+                    self._streams.setdefault(path, self._streams_by_prompt.get(tuple(output.prompt)))
             elif path.startswith("sessions/") and path.endswith("/resume"):
                 resume = _read_resume(body)
                 session = path.split("/")[1]
@@ -289,7 +288,7 @@ class Witness:
 
     def crashed(self, host: Host) -> None:
         """A role lost its memory."""
-        self._in_engine = {loaded for loaded in self._in_engine if loaded[0] != host.base_uri}
+        host.in_engine.clear()
         self.observe(MemberRestarted(member=host.base_uri))
 
     def written(self, host: Host, writes: Iterable[Write]) -> None:
@@ -319,12 +318,12 @@ class Witness:
     def commanded(self, host: Host, command: EngineCommand) -> None:
         """A role commands its engine. What it loads for the first time has not moved before."""
         if type(command) is LoadShard:
-            loaded = (host.base_uri, command.map_id, command.tokens)
-            if loaded in self._in_engine:
+            loaded = (command.map_id, command.tokens)
+            if loaded in host.in_engine:
                 self.observe(RangeLoaded(map_id=command.map_id, member=host.base_uri, tokens=command.tokens))
-            self._in_engine.add(loaded)
+            host.in_engine.add(loaded)
         elif type(command) is DropShard:
-            self._in_engine.discard((host.base_uri, command.map_id, command.tokens))
+            host.in_engine.discard((command.map_id, command.tokens))
             self.observe(RangeDropped(map_id=command.map_id, member=host.base_uri, tokens=command.tokens))
 
     def answered(self, host: Host, call: Call, response: Response, body: bytes) -> None:

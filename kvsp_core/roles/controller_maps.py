@@ -102,7 +102,7 @@ class ShardMaps:
         self._fleet = fleet
         self._may_serve = may_serve
         self._max_maps = max_maps
-        self._deadline_ms = deadline_ms
+        self._prepare_ms = deadline_ms
         self._retry_ms = retry_ms
         self._call_timeout_ms = call_timeout_ms
         self._groups: dict[str, _Group] = {}
@@ -188,7 +188,7 @@ class ShardMaps:
             if len(self._groups) >= self._max_maps:
                 self._end(next(iter(self._over)))
             group = _Group(context, m.Stable(map=ShardMap(map=map_id, version=0, shards=())))
-        event = m.Begin(shards=shards, block_tokens=context.block_tokens, deadline_ms=self._deadline_ms)
+        event = m.Begin(shards=shards, block_tokens=context.block_tokens, deadline_ms=self._prepare_ms)
         state, effects = m.transition(group.state, event, now_ms)
         self._groups[map_id] = group
         self._over.pop(map_id, None)

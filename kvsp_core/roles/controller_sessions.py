@@ -68,7 +68,7 @@ class Sessions:
         self._line: OrderedDict[str, None] = OrderedDict()
         self._asked: OrderedDict[str, None] = OrderedDict()  # those of the line that somebody asked about
         self._moving: dict[str, None] = {}
-        self._waiting: dict[str, int] = {}  # with when each is given up
+        self._waiting_until_ms: dict[str, int] = {}  # with when each is given up
         self._until_ms: dict[str, int] = {}  # when a session without an instance is given up at the latest
         self._left_ms: dict[str, int] = {}  # how long it may still be put aside, where it was before
 
@@ -187,7 +187,7 @@ class Sessions:
         until_ms = ledger.next_deadline_ms()
         if ledger.kind is SessionKind.ORPHANED and until_ms is not None:
             latest_ms = self._until_ms.setdefault(session, until_ms + self._times.idle_ms)
-            until_ms = self._waiting.get(session, latest_ms)
+            until_ms = self._waiting_until_ms.get(session, latest_ms)
         else:
             self._until_ms.pop(session, None)
             self._left_ms.pop(session, None)
@@ -196,7 +196,7 @@ class Sessions:
             self._line.pop(session, None)
             self._asked.pop(session, None)
             self._moving.pop(session, None)
-            self._waiting.pop(session, None)
+            self._waiting_until_ms.pop(session, None)
         for effect in effects:
             match effect:
                 case NeedTarget():
@@ -242,16 +242,16 @@ class Sessions:
         session = ledger.record.session
         self._moving.pop(session, None)
         left_ms = self._left_ms.get(session, self._times.wait_ms)
-        self._waiting[session] = until_ms = min(self._until_ms[session], now_ms + left_ms)
+        self._waiting_until_ms[session] = until_ms = min(self._until_ms[session], now_ms + left_ms)
         self._alarms.set(session, until_ms)
 
     def retry_waiting(self, now_ms: int) -> None:
         """Put the sessions that were put aside in line again: instances have changed."""
-        for session, until_ms in self._waiting.items():
+        for session, until_ms in self._waiting_until_ms.items():
             self._left_ms[session] = max(0, until_ms - now_ms)
             self._line[session] = None
             self._alarms.set(session, self._until_ms[session])
-        self._waiting.clear()
+        self._waiting_until_ms.clear()
 
     # Seen from outside
 

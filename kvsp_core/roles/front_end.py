@@ -222,8 +222,8 @@ class FrontEnd:
         self._placement_ms = placement_ms
         self._patience_ms = patience_ms
         self._generations: dict[int, _Generation] = {}
-        self._waiting: dict[int, int] = {}  # generations that wait to try again -> until when
-        self._timers: list[tuple[int, int]] = []  # a heap of the same
+        self._waiting_until_ms: dict[int, int] = {}  # generations that wait to try again -> until when
+        self._due: list[tuple[int, int]] = []  # a heap of the same
         self._work = Work()
         self._own: list[FrontEndEffect] = []
         self._desk = Desk([RoleName.FRONT_END], self._allow)
@@ -234,9 +234,9 @@ class FrontEnd:
 
     def next_deadline_ms(self) -> int | None:
         """Return when the front end next wants `TimerFired`, or None."""
-        while self._timers and self._waiting.get(self._timers[0][1]) != self._timers[0][0]:
-            heappop(self._timers)  # of a wait that is over
-        return self._timers[0][0] if self._timers else None
+        while self._due and self._waiting_until_ms.get(self._due[0][1]) != self._due[0][0]:
+            heappop(self._due)  # of a wait that is over
+        return self._due[0][0] if self._due else None
 
     def handle(self, item: FrontEndInput, now_ms: int) -> tuple[FrontEndEffect, ...]:
         """Take one input in; return what is to be done."""
@@ -444,14 +444,14 @@ class FrontEnd:
 
     def _forget(self, number: int) -> None:
         self._generations.pop(number, None)
-        self._waiting.pop(number, None)
+        self._waiting_until_ms.pop(number, None)
 
     # Calls and what becomes of them
 
     def _call(
         self, number: int, generation: _Generation, base_uri: str, operation: Operation, body: object = None
     ) -> None:
-        self._waiting.pop(number, None)
+        self._waiting_until_ms.pop(number, None)
         streams = isinstance(operation, StreamOutput)
         generation.call = self._work.call(
             base_uri,
@@ -520,8 +520,8 @@ class FrontEnd:
             )
             return
         self._led_nowhere(number, generation, now_ms)
-        if retry_after_s is not None and number in self._waiting:
-            self._wait(number, max(self._waiting[number], now_ms + 1000 * min(retry_after_s, 30)))
+        if retry_after_s is not None and number in self._waiting_until_ms:
+            self._wait(number, max(self._waiting_until_ms[number], now_ms + 1000 * min(retry_after_s, 30)))
 
     def _not_streamed(
         self, number: int, generation: _Generation, problem: Problem | None, now_ms: int
@@ -587,14 +587,14 @@ class FrontEnd:
         self._wait(number, now_ms + delay_ms + delay_ms * (number % 16) // 16)
 
     def _wait(self, number: int, until_ms: int) -> None:
-        self._waiting[number] = until_ms
-        heappush(self._timers, (until_ms, number))
+        self._waiting_until_ms[number] = until_ms
+        heappush(self._due, (until_ms, number))
 
     def _tick(self, now_ms: int) -> None:
         while (deadline_ms := self.next_deadline_ms()) is not None and deadline_ms <= now_ms:
-            _, number = heappop(self._timers)
+            _, number = heappop(self._due)
             generation = self._generations[number]
-            del self._waiting[number]
+            del self._waiting_until_ms[number]
             match generation.stage:
                 case _Stage.PLACING:
                     self._place(number, generation)

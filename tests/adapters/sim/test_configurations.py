@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from kvsp_sim.commands import explore_command
 from kvsp_sim.configurations import CONFIGURATIONS
-from kvsp_sim.explorer import Bounds, explore
+from kvsp_sim.explorer import Bounds, Search, explore
 
 FULL = [
     "reshard",
@@ -35,6 +35,19 @@ def check(name: str, bounds: Bounds) -> None:
 
 def test_every_configuration_is_explored() -> None:
     assert sorted((*FULL, *LONG)) == sorted(CONFIGURATIONS)
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_the_states_are_the_same_at_any_time(name: str) -> None:
+    met = []
+    for later_ms in (0, 10_000):
+        nodes, properties = CONFIGURATIONS[name].build(CONFIGURATIONS[name].members)
+        for node in nodes:
+            node.now_ms += later_ms
+        search = Search(nodes, properties, Bounds(crashes=1, losses=1, timers=None))
+        search.run(max_states=200)
+        met.append([{node.freeze() for node in space.nodes} for space in search.spaces])
+    assert met[0] == met[1]
 
 
 # In seconds

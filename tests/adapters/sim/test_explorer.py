@@ -125,6 +125,23 @@ class Visitor(Writer):
         return self.call() if isinstance(item, CallFailed) and self.calls == 1 else ()
 
 
+class Ticker(Ledger):
+    """Its timer goes off again and again, `every_ms`, and `breaks` it or changes nothing else."""
+
+    def __init__(self, now_ms: int, every_ms: int, *, breaks: bool = False) -> None:
+        self.every_ms = every_ms
+        self.due_ms = now_ms + every_ms
+        self.breaks = breaks
+
+    def handle(self, item: Input, now_ms: int) -> tuple[Effect, ...]:
+        assert not self.breaks
+        self.due_ms = now_ms + self.every_ms
+        return ()
+
+    def next_deadline_ms(self) -> int | None:
+        return self.due_ms
+
+
 def exploration(*, hasty: bool = False, waits: bool = False, bounds: Bounds) -> Exploration:
     properties = Properties()
     witness = Witness(properties)
@@ -166,6 +183,23 @@ def test_who_waits_for_ever_is_found() -> None:
     explored = exploration(waits=True, bounds=Bounds())
     assert explored.finding is not None
     assert str(explored.finding.violation) == f"everything_ends: somebody waits for ever at {WRITER}"
+
+
+def test_time_passes_the_same_at_all_nodes() -> None:
+    properties = Properties()
+    witness = Witness(properties)
+    nodes = [
+        ExploredNode(LEDGER, lambda start: Ticker(start.now_ms, 40), witness=witness),
+        ExploredNode(WRITER, lambda start: Ticker(start.now_ms, 100, breaks=True), witness=witness),
+    ]
+    nodes[0].waiting = frozenset({"that it breaks"})
+    explored = explore(nodes, properties, Bounds())
+    assert explored.finding is not None
+    assert explored.finding.steps == (
+        f"{LEDGER}: its timer fires",
+        f"{LEDGER}: its timer fires",
+        f"{WRITER}: its timer fires",
+    )
 
 
 def test_a_late_question_that_still_matters_is_kept() -> None:

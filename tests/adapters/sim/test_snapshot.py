@@ -67,6 +67,25 @@ def test_a_copied_method_belongs_to_the_copy() -> None:
     assert box.content == [1]
 
 
+def test_a_copied_function_is_about_the_copy() -> None:
+    box = Box([1])
+    box.owner = lambda: box.content  # type: ignore[assignment,return-value]
+    new = copied(box)
+    new.content.append(2)
+    assert new.owner() == [1, 2]
+    assert box.owner() == [1]  # type: ignore[operator]
+
+
+def test_a_function_made_again_is_the_same() -> None:
+    def made(number: int) -> Box:
+        box = Box(0)
+        box.content = lambda: (number, box.content)
+        return box
+
+    assert frozen(made(1), 0) == frozen(made(1), 0)
+    assert frozen(made(1), 0) != frozen(made(2), 0)
+
+
 def test_a_change_changes_the_value() -> None:
     box = Box({"a": [1]})
     before = frozen(box, 0)
@@ -87,3 +106,20 @@ def test_what_freezes_itself_is_asked() -> None:
             return ("own", now_ms)
 
     assert ("own", 5) in frozen([Own()], 5)[0]  # type: ignore[index]
+
+
+def test_of_what_is_due_the_first_is_a_point_in_time() -> None:
+    class Due:
+        def __init__(self, *entries: tuple[int, int]) -> None:
+            self._due = list(entries)
+
+    assert frozen(Due((5, 1), (9, 2)), 4) == frozen(Due((109, 2), (105, 1)), 104)
+    assert frozen(Due((5, 1)), 4) != frozen(Due((5, 2)), 4)
+
+
+def test_settings_are_no_points_in_time() -> None:
+    @attrs.frozen
+    class PatienceSettings:
+        deadline_ms: int
+
+    assert frozen(PatienceSettings(5), 4) == frozen(PatienceSettings(5), 40)
