@@ -141,9 +141,11 @@ class Search:
         self.names = [node.name for node in nodes]
         self._count = len(nodes)
         self._nodes = nodes
-        self.messages = MessageSpace(nodes) if before is None else before.messages
-        self.spaces = [NodeSpace(self.messages) for _ in nodes] if before is None else before.spaces
-        self._properties = PropertySpace(properties) if before is None else before._properties
+        self.messages: MessageSpace = MessageSpace(nodes) if before is None else before.messages
+        self.spaces: list[NodeSpace] = (
+            [NodeSpace(self.messages) for _ in nodes] if before is None else before.spaces
+        )
+        self._properties: PropertySpace = PropertySpace(properties) if before is None else before._properties
         self._kept: set[int] = set() if before is None else before._kept | before.mattered()
         self._left_out: dict[tuple[int, int], set[int]] = {}
         self._sets = Interned()

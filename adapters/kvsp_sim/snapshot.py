@@ -193,7 +193,7 @@ class _Freezing:
         if kind is Numbers:
             return ()  # counters: what is numbered by them and still open is in the state by its number
         if kind is Router or kind is Policy:
-            return kind  # in one exploration those of a role are all alike
+            return kind.__name__  # in one exploration those of a role are all alike
         if kind is struct.Struct:
             return kind, value.format
         if isinstance(value, _OPAQUE) or _is_timeless(kind):  # type: ignore[arg-type]
