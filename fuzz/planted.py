@@ -33,7 +33,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, NamedTuple
 
-__all__ = ["Planted", "look_for", "main", "read_planted"]
+__all__ = ["Look", "Planted", "found_after", "look_for", "main", "read_planted"]
 
 ROOT = Path(__file__).resolve().parent.parent
 PLANTED = ROOT / "fuzz" / "mutations" / "planted"
@@ -52,11 +52,12 @@ class Planted(NamedTuple):
 
 
 class Look(NamedTuple):
-    """What came of looking for a planted fault: what went wrong (None where it was found each time), and
-    after how many seeds it was found in each range.
+    """What came of looking for a planted fault: what went wrong (None where it was found each time), after
+    how many states each exploration found it, and after how many seeds of each range the simulator did.
     """
 
     wrong: str | None
+    states: tuple[int, ...] = ()
     seeds: tuple[int, ...] = ()
 
 
@@ -92,13 +93,15 @@ def look_for(planted: Planted, *, ranges: int = len(RANGES)) -> Look:
             return Look(f"the patch does not apply any more, record it anew: {done.stdout.strip()[:200]}")
         explorations = [command for command in planted.commands if command[0] == "explore"]
         simulations = [command for command in planted.commands if command[0] == "simulate"]
+        states: tuple[int, ...] = ()
         seeds: tuple[int, ...] = ()
         for command in (*explorations, *simulations[:ranges]):
             look = _look(tree, command, planted.breaks)
             if look.wrong is not None:
-                return Look(f"{' '.join(command)}: {look.wrong}", seeds)
+                return Look(f"{' '.join(command)}: {look.wrong}", states, seeds)
+            states += look.states
             seeds += look.seeds
-    return Look(None, seeds)
+    return Look(None, states, seeds)
 
 
 def _look(tree: Path, command: Sequence[str], breaks: Sequence[str]) -> Look:
@@ -121,12 +124,20 @@ def _look(tree: Path, command: Sequence[str], breaks: Sequence[str]) -> Look:
     if not any(f"{name}{mark}" in done.stdout for name in breaks for mark in (":", " at ")):
         said = (done.stdout + done.stderr).strip().splitlines()
         return Look(f"something else was found: {said[-1] if said else 'nothing was said'}")
-    count = re.search(r"^(\d+) seeds, ", done.stdout, re.MULTILINE)
-    return Look(None, (int(count[1]),) if count else ())
+    return found_after(done.stdout)
+
+
+def found_after(said: str) -> Look:
+    """Return after how many states or seeds a command says that it found a fault."""
+    states = re.search(r": ([\d,]+) states, ", said)
+    seeds = re.search(r"^(\d+) seeds, ", said, re.MULTILINE)
+    return Look(None, (int(states[1].replace(",", "")),) if states else (), (int(seeds[1]),) if seeds else ())
 
 
 def main(arguments: list[str]) -> int:
-    """Look for the chosen faults; print after how many seeds each was found; return 0 where each was."""
+    """Look for the chosen faults; print after how many states or seeds each was found; return 0 where each
+    was.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -145,6 +156,8 @@ def main(arguments: list[str]) -> int:
         for planted, look in zip(chosen, results, strict=True):
             verdict = "found" if look.wrong is None else "MISSED"
             said = [look.wrong] if look.wrong else []
+            if look.states:
+                said.append("after so many states: " + ", ".join(f"{count:,}" for count in look.states))
             if look.seeds:
                 said.append("after so many seeds of each range: " + ", ".join(map(str, look.seeds)))
             print(": ".join((f"{verdict:<7} {planted.name}", *said)), flush=True)

@@ -16,8 +16,16 @@ def test_every_planted_fault_says_what_finds_it() -> None:
     assert all(fault.commands and fault.breaks for fault in ALL)
 
 
+def test_it_is_told_after_how_much_a_fault_was_found() -> None:
+    explored = "lease, at most 0 crashes, 0 partitions: 1,234 states, 5,678 transitions, depth 9, 1 s\n"
+    assert planted.found_after(explored) == planted.Look(None, states=(1234,))
+    assert planted.found_after("seed 4\n5 seeds, 900 steps\n") == planted.Look(None, seeds=(5,))
+
+
 @pytest.mark.verify
 @pytest.mark.parametrize("fault", ALL, ids=lambda fault: fault.name)
 def test_a_planted_fault_is_found(fault: planted.Planted) -> None:
     ranges = len(planted.RANGES) if os.environ.get("KVSP_PROFILE") == "long" else 1
-    assert planted.look_for(fault, ranges=ranges).wrong is None
+    look = planted.look_for(fault, ranges=ranges)
+    assert look.wrong is None
+    assert look.states or look.seeds
