@@ -25,7 +25,8 @@ Where there are users, nothing is tried any more once all have got their end.
 A violation comes with the shortest way to it. So does an end at which somebody still waits, a user for output
 or a program for its reshards: in a state where nothing can happen but faults and the arrival of late
 questions, the calls of who waits time out and the timers of the nodes go off, budgets or not, until nobody
-waits.
+waits. Time then passes the same at all nodes, so that none stands still while another tries again and again;
+but for nodes that only ask, whose timers go off first, and which give up after a while.
 """
 
 from __future__ import annotations
