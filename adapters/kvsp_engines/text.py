@@ -29,12 +29,20 @@ class TextCodec:
         self._template = environment.from_string(members.get("chat_template") or "")
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a text, special tokens in it recognised."""
+        """Return the tokens of a text, special tokens in it recognised. Raises `ValueError` where it is not
+        Unicode."""
+        text.encode()  # the tokenizer's own error for half a surrogate pair is another in each version
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """Return the tokens of a conversation, up to where the assistant's answer begins."""
-        text = self._template.render(messages=messages, add_generation_prompt=True, **self._variables)
+        """Return the tokens of a conversation, up to where the assistant's answer begins. Raises `ValueError`
+        where the model's template does not take it."""
+        from jinja2 import TemplateError
+
+        try:
+            text = self._template.render(messages=messages, add_generation_prompt=True, **self._variables)
+        except TemplateError as error:
+            raise ValueError(f"the chat template refuses it: {error}") from None
         return self.encode(text)
 
     def stream(self) -> TextStream:

@@ -73,7 +73,7 @@ class WireLimits:
     control_per_s: int = attrs.field(default=100, validator=_positive)
     """See `control_burst`."""
 
-    turn_frames: int = attrs.field(default=64, validator=_positive)
+    turn_frames: int = attrs.field(default=32, validator=_positive)
     """Frames that are read before other connections have their turn; the rest waits, and nothing more is
     taken from the peer meanwhile."""
 

@@ -87,7 +87,7 @@ class Generations:
 
     def _tell(self, item: Any) -> None:
         if self.driver is None or self.driver.stopped:
-            self._fail_all()
+            self.fail_all()
         else:
             self.driver.handle(item)
 
@@ -116,7 +116,7 @@ class Generations:
         if last:
             stream.close()
 
-    def _fail_all(self) -> None:
+    def fail_all(self) -> None:
         """Say of every generation that it is over: the role that had them is gone."""
         for number in tuple(self._streams):
             self._send(number, Failed(503, "the front end is being restarted; ask again"), last=True)

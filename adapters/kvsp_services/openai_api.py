@@ -15,6 +15,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Final, Protocol, TypeAlias
 
 import anyio
+import anyio.to_thread
 import attrs
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -37,7 +38,10 @@ __all__ = [
 ]
 
 MAX_BODY_BYTES: Final = 4 << 20
+LARGE_BODY_BYTES: Final = 32 << 10
+"""From here on a body is turned into tokens in a thread."""
 MAX_STOPS: Final = 4
+MAX_STOP_CHARS: Final = 200
 DEFAULT_MAX_TOKENS: Final = 256
 CLIENT_GONE: Final = 499
 """What nobody receives."""
@@ -104,7 +108,7 @@ class TextSink(Protocol):
 
 
 class Text(Protocol):
-    """A tokenizer and chat template."""
+    """A tokenizer and chat template. Both ways to tokens raise `ValueError` where there is none."""
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the tokens of a text."""
@@ -136,13 +140,14 @@ def make_app(
     text: Text,
     generate: Generate,
     context_tokens: int,
+    vocabulary: int,
     belongs_to: Callable[[str | None], str],
 ) -> Starlette:
     """Return the application. `model` is the name it serves, `context_tokens` the most tokens of prompt and
-    answer. `belongs_to` takes the field ``traceparent`` of a request and returns what it belongs to, whose
-    trace id the client is told as ``x-request-id``.
+    answer, `vocabulary` how many different ones there are. `belongs_to` takes the field ``traceparent`` of a
+    request and returns what it belongs to, whose trace id the client is told as ``x-request-id``.
     """
-    api = _Api(model, text, generate, context_tokens, belongs_to)
+    api = _Api(model, text, generate, context_tokens, vocabulary, belongs_to)
     return Starlette(
         routes=[
             Route("/v1/completions", api.completions, methods=["POST"]),
@@ -170,12 +175,14 @@ class _Api:
         text: Text,
         generate: Generate,
         context_tokens: int,
+        vocabulary: int,
         belongs_to: Callable[[str | None], str],
     ) -> None:
         self._model = model
         self._text = text
         self._generate = generate
         self._context_tokens = context_tokens
+        self._vocabulary = vocabulary
         self._belongs_to = belongs_to
 
     async def models(self, request: Request) -> Response:
@@ -194,7 +201,11 @@ class _Api:
     async def _answer(self, request: Request, *, chat: bool) -> Response:
         belongs_to = self._belongs_to(request.headers.get("traceparent"))
         try:
-            asked = self._read(await _json_body(request), chat, belongs_to)
+            octets = await _body(request)
+            if len(octets) < LARGE_BODY_BYTES:
+                asked = self._read(octets, chat, belongs_to)
+            else:  # tokens of a long text take seconds, in which others want to be served
+                asked = await anyio.to_thread.run_sync(self._read, octets, chat, belongs_to)
             answer = self._streamed(asked) if asked.stream else self._whole(asked)
             response = await _while_connected(request, answer)
         except _Refusal as refusal:
@@ -204,7 +215,8 @@ class _Api:
 
     # Reading
 
-    def _read(self, body: Mapping[str, Any], chat: bool, belongs_to: str) -> _Asked:
+    def _read(self, octets: bytes | bytearray, chat: bool, belongs_to: str) -> _Asked:
+        body = _json_object(octets)
         if body.get("model", self._model) != self._model:
             raise _Refusal(404, f"no such model; this server has {self._model}", "model")
         for name, plain in (("n", 1), ("logprobs", None), ("echo", False), ("tools", None), ("best_of", 1)):
@@ -226,9 +238,12 @@ class _Api:
         if (
             not isinstance(stops, list)
             or len(stops) > MAX_STOPS
-            or not all(isinstance(s, str) and s for s in stops)
+            or not all(isinstance(s, str) and 0 < len(s) <= MAX_STOP_CHARS for s in stops)
         ):
-            raise _Refusal(400, f"stop must be a string or at most {MAX_STOPS} strings", "stop")
+            said = (
+                f"stop must be a string or at most {MAX_STOPS} strings, of 1 to {MAX_STOP_CHARS} characters"
+            )
+            raise _Refusal(400, said, "stop")
         options = body.get("stream_options") or {}
         return _Asked(
             chat=chat,
@@ -248,10 +263,15 @@ class _Api:
         if not chat:
             prompt = body.get("prompt")
             if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
+                if not all(0 <= token < self._vocabulary for token in prompt):
+                    raise _Refusal(400, f"a token is from 0 to {self._vocabulary - 1}", "prompt")
                 return tuple(prompt)
             if not isinstance(prompt, str) or not prompt:
                 raise _Refusal(400, "prompt must be a text or an array of tokens", "prompt")
-            return self._text.encode(prompt)
+            try:
+                return self._text.encode(prompt)
+            except ValueError:
+                raise _Refusal(400, "prompt is not a text that has tokens", "prompt") from None
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages:
             raise _Refusal(400, "messages must be an array with at least one message", "messages")
@@ -269,7 +289,10 @@ class _Api:
             if not isinstance(role, str) or not isinstance(content, str):
                 raise _Refusal(400, f"messages[{index}] must have a role and a text", "messages")
             plain.append({"role": role, "content": content})
-        return self._text.encode_chat(plain)
+        try:
+            return self._text.encode_chat(plain)
+        except ValueError:
+            raise _Refusal(400, "messages are not what the model's template takes", "messages") from None
 
     # Answering
 
@@ -343,7 +366,12 @@ class _StopCutter:
             self.stopped = True
             return text[: min(found)]
         keep = max(
-            (size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size])),
+            (
+                size
+                for stop in self._stops
+                for size in range(1, min(len(stop), len(text) + 1))
+                if text.endswith(stop[:size])
+            ),
             default=0,
         )
         self._held = text[len(text) - keep :]
@@ -418,12 +446,16 @@ async def _while_connected(request: Request, answer: Coroutine[None, None, Respo
     return response
 
 
-async def _json_body(request: Request) -> Mapping[str, Any]:
+async def _body(request: Request) -> bytearray:
     octets = bytearray()
     async for piece in request.stream():
         octets += piece
         if len(octets) > MAX_BODY_BYTES:
             raise _Refusal(413, f"the body has more than {MAX_BODY_BYTES} octets")
+    return octets
+
+
+def _json_object(octets: bytes | bytearray) -> Mapping[str, Any]:
     try:
         body = json.loads(octets)
     except (ValueError, RecursionError):

@@ -205,12 +205,14 @@ class RunningRole:
         from kvsp_engines.weights import load_config
 
         directory = Path(section.model_dir)
+        shape = load_config(directory)
         app = make_app(
             model=section.model or directory.resolve().name,
             text=TextCodec(directory),
             generate=self.generations.generate,
             belongs_to=self.generations.belongs_to,
-            context_tokens=load_config(directory).context,
+            context_tokens=shape.context,
+            vocabulary=shape.vocabulary,
         )
         await serve_api(
             app,
@@ -253,6 +255,8 @@ class RunningRole:
         self._log.error("role failed", error=str(error), kind=type(error).__name__, **more)
         self._process.metrics.count("role_rebuilds", role=self.name)
         self.trouble = "being rebuilt"
+        if self.generations is not None:
+            self.generations.fail_all()
         now = time.monotonic()
         self._rebuilt.append(now)
         while self._rebuilt[0] < now - REBUILD_WINDOW_S:

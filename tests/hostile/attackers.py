@@ -13,6 +13,7 @@ import ssl
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +23,7 @@ import hpack
 __all__ = ["ATTACKS", "Target"]
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, RST, SETTINGS, PING, GOAWAY = 0, 1, 3, 4, 6, 7
+DATA, HEADERS, PRIORITY, RST, SETTINGS, PING, WINDOW_UPDATE, CONTINUATION = 0, 1, 2, 3, 4, 6, 8, 9
 END_STREAM, END_HEADERS = 1, 4
 JSON = [("content-type", "application/kvsp+json")]
 
@@ -191,6 +192,77 @@ def rapid_reset(target: Target, count: int) -> Callable[[], None]:
     return go_on
 
 
+def late_reset(target: Target, count: int) -> Callable[[], None]:
+    """Requests that are reset as soon as they are told of, a hundred at a time."""
+    block = target.head("GET", "ext/index")
+
+    def go_on() -> None:
+        while not target.stop.is_set():
+            made, first = target.secure(), 1
+            with contextlib.suppress(OSError):
+                while made is not None and not target.stop.is_set():
+                    streams = range(first, first + 200, 2)
+                    made.sendall(
+                        b"".join(frame(HEADERS, END_HEADERS | END_STREAM, n, block) for n in streams)
+                    )
+                    target.stop.wait(0.002)
+                    made.sendall(b"".join(frame(RST, 0, n, b"\x00\x00\x00\x08") for n in streams))
+                    first += 200
+            target.refused += 1
+            target.stop.wait(0.2)
+
+    return go_on
+
+
+def tiny_frames(target: Target, count: int) -> Callable[[], None]:
+    """Bodies in frames of an octet each, as fast as they are taken."""
+    post = frame(HEADERS, END_HEADERS, 1, target.head("POST", "lookup", JSON))
+    flood = frame(DATA, 0, 1, b" ") * 1000
+
+    def go_on() -> None:
+        while not target.stop.is_set():
+            made = target.secure()
+            with contextlib.suppress(OSError):
+                if made is not None:
+                    made.sendall(post)
+                    for _ in range(500):
+                        if target.stop.is_set():
+                            return
+                        made.sendall(flood)
+            target.refused += 1
+
+    return go_on
+
+
+def control_floods(target: Target, count: int) -> Callable[[], None]:
+    """Frames that bring nothing, of each kind in turn, until the server ends the connection."""
+    get = target.head("GET", "ext/index")
+    floods = (
+        frame(PING, 0, 0, bytes(8)),
+        frame(SETTINGS, 0, 0),
+        frame(PRIORITY, 0, 3, bytes(5)),
+        frame(WINDOW_UPDATE, 0, 0, b"\x00\x00\x00\x01"),
+        frame(WINDOW_UPDATE, 0, 0, b"\x00\x00\x04\x00"),
+        frame(0x77, 0, 0, b"?"),
+        frame(HEADERS, END_STREAM, 1, get[:1]) + frame(CONTINUATION, 0, 1) * 1000,
+        frame(HEADERS, END_HEADERS, 1, target.head("POST", "lookup", JSON)) + frame(DATA, 0, 1) * 1000,
+    )
+
+    def go_on() -> None:
+        turn = 0
+        while not target.stop.is_set():
+            made = target.secure()
+            flood = floods[turn % len(floods)]
+            until = time.monotonic() + 0.5
+            with contextlib.suppress(OSError):
+                while made is not None and not target.stop.is_set() and time.monotonic() < until:
+                    made.sendall(flood if len(flood) > 1000 else flood * 1000)
+            target.refused += 1
+            turn += 1
+
+    return go_on
+
+
 def oversize(target: Target, count: int) -> Callable[[], None]:
     """Frames, header lists and bodies beyond every limit, one connection after the other."""
     large = [(f"x-{number}", "y" * 8000) for number in range(20)]
@@ -254,6 +326,9 @@ ATTACKS: dict[str, tuple[Attack, int]] = {
     "slow body": (slow_body, 100),
     "stalled readers": (stalled_readers, 50),
     "rapid reset": (rapid_reset, 1),
+    "late reset": (late_reset, 1),
+    "tiny frames": (tiny_frames, 1),
+    "control frames": (control_floods, 1),
     "oversize": (oversize, 1),
     "resets at every step": (resets_everywhere, 1),
     "beyond the limit": (half_open, 6000),

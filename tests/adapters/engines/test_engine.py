@@ -220,6 +220,15 @@ def test_text_survives_the_tokenizer(directory: Path) -> None:
     assert codec.decode(chat).endswith("assistant\n")
 
 
+def test_what_has_no_tokens_is_a_value_error(directory: Path) -> None:
+    codec = TextCodec(directory)
+    with pytest.raises(ValueError, match="surrogates"):
+        codec.encode("\ud83d")
+    codec._template = codec._template.environment.from_string("{{ nobody.knows.this }}")
+    with pytest.raises(ValueError, match="the chat template refuses it"):
+        codec.encode_chat([{"role": "user", "content": "Hi"}])
+
+
 def test_a_directory_without_a_tokenizer_is_one_plain_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="has no tokenizer"):
         TextCodec(tmp_path)

@@ -138,7 +138,7 @@ def test_a_body_in_tiny_frames_is_read_in_turns(certificates: Certificates) -> N
     pair.server.on_event = lambda event: pieces.append(1)
     pair.server.connection.receive_data(octets + pair.client.connection._tls.data_to_send(), 0)  # type: ignore[union-attr]
     pair.server.drain()
-    assert sum(pieces) <= 65
+    assert sum(pieces) <= 33
     pair.later(1)
     assert pair.server.bodies[stream_id] == bytes(n % 256 for n in range(1000))
     assert pair.server.of(BodyEnded)

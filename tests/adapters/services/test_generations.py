@@ -1,19 +1,27 @@
-"""The API of a front end listens, and says in one line where it cannot."""
+"""The API of a front end listens, and says where it cannot; no generation outlives its role unheard."""
 
 from __future__ import annotations
 
 import socket
+import time
+from collections import deque
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import anyio
 import httpx
 import pytest
+import structlog
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from kvsp_core.errors import KVSPError
-from kvsp_services.generations import serve_api
+from kvsp_services.generations import Generations, serve_api
+from kvsp_services.metrics import Metrics
+from kvsp_services.openai_api import Failed, GenerationEvent, GenerationRequest
+from kvsp_services.running_role import MAX_REBUILDS, RunningRole
 from tests.adapters.services.cluster import free_ports
 
 APP = Starlette(routes=[Route("/", lambda request: PlainTextResponse("here"))])
@@ -56,3 +64,27 @@ def test_a_port_that_is_taken_is_one_line(backend: str) -> None:
         ):
             anyio.run(partial(serve, on_trio=backend == "trio"), backend=backend)
         assert not said
+
+
+def test_generations_of_a_role_that_failed_end_at_once() -> None:
+    """Those who wait would wait for ever: the role that is built anew knows nothing of them."""
+    generations = Generations("0f" * 16)
+    generations.driver = SimpleNamespace(stopped=False, handle=lambda item: None)  # type: ignore[assignment]
+    gave_up: list[str] = []
+    role: Any = RunningRole.__new__(RunningRole)
+    role.served = None
+    role.name, role.generations, role._log = "front_end", generations, structlog.get_logger()
+    role._process = SimpleNamespace(metrics=Metrics(), give_up=gave_up.append)
+    role._rebuilt = deque([time.monotonic()] * MAX_REBUILDS)
+    asked = GenerationRequest(prompt=(1, 2), method="greedy", params={}, seed=0, traceparent="")
+
+    async def main() -> list[GenerationEvent]:
+        async with generations.generate(asked) as events:
+            role._failed(ValueError("for a test"))
+            with anyio.fail_after(30):
+                return [event async for event in events]
+
+    (event,) = anyio.run(main)
+    assert isinstance(event, Failed)
+    assert event.status == 503
+    assert gave_up

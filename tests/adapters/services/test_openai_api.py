@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -76,6 +77,7 @@ def talk(backend: Backend, use: Callable[[openai.AsyncOpenAI], Awaitable[Any]]) 
             text=Letters(),
             generate=backend.generate,
             context_tokens=100,
+            vocabulary=0x110000,
             belongs_to=lambda said: TRACE,
         )
         transport = httpx.ASGITransport(app)
@@ -165,6 +167,9 @@ def test_the_prompt_may_be_tokens_and_the_seed_is_kept() -> None:
         ({"logprobs": 3}, "logprobs is not supported"),
         ({"prompt": ""}, "prompt must be"),
         ({"prompt": ["a"]}, "prompt must be"),
+        ({"prompt": [5, -1]}, "a token is from 0 to 1114111"),
+        ({"prompt": [0x110000]}, "a token is from 0 to 1114111"),
+        ({"prompt": [10**30]}, "a token is from 0 to 1114111"),
         ({"prompt": "x" * 100}, "the prompt has 100 tokens"),
         ({"max_tokens": 0}, "max_tokens must be"),
         ({"max_tokens": True}, "max_tokens must be"),
@@ -173,6 +178,7 @@ def test_the_prompt_may_be_tokens_and_the_seed_is_kept() -> None:
         ({"top_p": "1"}, "top_p must be"),
         ({"stop": ["a"] * 5}, "stop must be"),
         ({"stop": [""]}, "stop must be"),
+        ({"stop": "x" * 201}, "stop must be"),
     ],
 )
 def test_what_cannot_be_done_is_refused(members: dict[str, Any], says: str) -> None:
@@ -185,6 +191,67 @@ def test_what_cannot_be_done_is_refused(members: dict[str, Any], says: str) -> N
         talk(backend, use)
     assert 400 <= error.value.status_code < 500
     assert backend.asked == []
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_text_without_tokens_is_refused(chat: bool) -> None:
+    """Half a surrogate pair, which JSON can say and no tokenizer takes."""
+    backend = Backend()
+    asked: dict[str, Any] = {"prompt": "\ud83d"}
+    if chat:
+        asked = {"messages": [{"role": "user", "content": "\ud83d"}]}
+
+    class Strict(Letters):
+        def encode(self, text: str) -> tuple[int, ...]:
+            return tuple(text.encode())
+
+    async def run() -> int:
+        app = make_app(
+            model="m",
+            text=Strict(),
+            generate=backend.generate,
+            context_tokens=100,
+            vocabulary=256,
+            belongs_to=lambda said: TRACE,
+        )
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test/v1/") as client:
+            path = "chat/completions" if chat else "completions"
+            return (await client.post(path, content=json.dumps(asked))).status_code
+
+    assert asyncio.run(run()) == 400
+    assert not backend.asked
+
+
+def test_a_long_text_keeps_nobody_waiting() -> None:
+    """The tokens of a long text are there only once another's have been asked for."""
+    other, waited = threading.Event(), list[bool]()
+
+    class Slow(Letters):
+        def encode(self, text: str) -> tuple[int, ...]:
+            if len(text) > 1000:
+                waited.append(other.wait(30))
+                return (1,)
+            other.set()
+            return super().encode(text)
+
+    async def run() -> None:
+        app = make_app(
+            model="m",
+            text=Slow(),
+            generate=Backend().generate,
+            context_tokens=100,
+            vocabulary=256,
+            belongs_to=lambda said: TRACE,
+        )
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test/v1/") as client:
+            long = client.post("completions", json={"prompt": "x" * 100_000})
+            short = client.post("completions", json={"prompt": "x"})
+            assert [answer.status_code for answer in await asyncio.gather(long, short)] == [200, 200]
+
+    asyncio.run(run())
+    assert waited == [True]
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -230,6 +297,7 @@ def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
             text=Letters(),
             generate=Backend().generate,
             context_tokens=100,
+            vocabulary=0x110000,
             belongs_to=lambda said: TRACE,
         )
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://t") as http:
@@ -275,7 +343,12 @@ def test_a_generation_whose_client_has_gone_is_given_up(stream: bool, loop: str)
 
         bodies = [json.dumps({"prompt": "x", "stream": stream}).encode()]
         app = make_app(
-            model="m", text=Letters(), generate=generate, context_tokens=100, belongs_to=lambda said: TRACE
+            model="m",
+            text=Letters(),
+            generate=generate,
+            context_tokens=100,
+            vocabulary=0x110000,
+            belongs_to=lambda said: TRACE,
         )
         scope = {"type": "http", "method": "POST", "path": "/v1/completions"}
         scope |= {"headers": [], "query_string": b""}
