@@ -110,6 +110,12 @@ def set_limits(role: Role, section: RoleSection) -> None:
                 lease_quota_bytes=section.lease_quota_bytes,
                 replica_ttl_ms=section.record_ttl_ms,
             )
+        case Controller(), ControllerSection():
+            role.limit(
+                min_active=section.min_active,
+                prefetch=section.prefetch,
+                open_by_checkpoint=section.open_by_checkpoint,
+            )
         case _:
             pass
 

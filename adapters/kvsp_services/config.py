@@ -6,6 +6,7 @@ Sizes are octets, durations milliseconds, as the keys say.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeAlias
 from urllib.parse import urlsplit
@@ -212,19 +213,29 @@ def read_config(path: Path) -> Config:
 LIMITS: Final = {
     "index": ("max_ttl_ms", "max_lookup_keys"),
     "holder": ("record_ttl_ms", "max_lease_ttl_ms", "lease_quota_bytes"),
+    "controller": ("min_active", "prefetch", "open_by_checkpoint"),
 }
 """The keys of each section that hold anew after SIGHUP; others need a restart."""
 
 
 def with_limits_of(config: Config, other: Config) -> tuple[Config, tuple[str, ...]]:
-    """Return a configuration with the limits of another one, and what else differs in the two, by section."""
+    """Return a configuration with the limits of another one, and the keys in which the two differ still, such
+    as ``controller.classes``; a section that only one of them has is one."""
     for name, keys in LIMITS.items():
         mine, others = getattr(config, name), getattr(other, name)
         if mine is not None and others is not None:
             limited = msgspec.structs.replace(mine, **{key: getattr(others, key) for key in keys})
             config = msgspec.structs.replace(config, **{name: limited})
-    differ = (key for key in Config.__struct_fields__ if getattr(config, key) != getattr(other, key))
-    return config, tuple(differ)
+    return config, tuple(_differing(config, other))
+
+
+def _differing(one: msgspec.Struct, other: msgspec.Struct) -> Iterator[str]:
+    for key in one.__struct_fields__:
+        mine, others = getattr(one, key), getattr(other, key)
+        if isinstance(mine, msgspec.Struct) and type(mine) is type(others):
+            yield from (f"{key}.{name}" for name in _differing(mine, others))
+        elif mine != others:
+            yield key
 
 
 def _check_uris(path: Path, name: str, section: RoleSection) -> None:

@@ -228,6 +228,13 @@ class Controller:
         self._delete_purged(now_ms)
         return self._end(now_ms)
 
+    def limit(self, *, min_active: int, prefetch: bool, open_by_checkpoint: bool) -> None:
+        """Decide by these settings from now on; see `ControllerSettings`."""
+        self._settings = attrs.evolve(
+            self._settings, min_active=min_active, prefetch=prefetch, open_by_checkpoint=open_by_checkpoint
+        )
+        self._instances.min_active = min_active
+
     def _delete_purged(self, now_ms: int) -> None:
         for ledger, effects in self._sessions.purge(self.policy.purged, now_ms):
             self._follow(ledger.record.session, effects)

@@ -44,6 +44,7 @@ class Instances:
     """The instances that report to one controller.
 
     `lost` is told of each incarnation that has ended, `back` of each instance that reports anew or again.
+    `min_active` of them stay awake whatever they ask; a new value holds from the next wish on.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Instances:
         self._fleet = fleet
         self._lost = lost
         self._back = back
-        self._min_active = min_active
+        self.min_active = min_active
         self._call_timeout_ms = call_timeout_ms
         self._base_uris: dict[str, str] = {}  # by the identifier in paths
         self._changed = False
@@ -92,7 +93,7 @@ class Instances:
         if status.requested_state is None:
             return False
         awake = sum(other.instance != status.instance for other in self._fleet.assignable())
-        return awake >= self._min_active
+        return awake >= self.min_active
 
     def change_state(self, asked: Asked, now_ms: int) -> None:
         """Serve an operator's wish to drain or to wake an instance (decision W33)."""

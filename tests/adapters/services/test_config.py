@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvsp_services.config import read_config
+from kvsp_services.config import read_config, with_limits_of
 from kvsp_services.documents import DocumentError
 
 COMMON = 'authorities_file = "ca.pem"\npolicy_file = "policy.toml"\n'
@@ -96,3 +96,21 @@ def test_an_index_is_given_no_scope_key(path: Path) -> None:
     path.write_text(f'{COMMON}{INDEX}[[scopes]]\nkey_file = "storage.key"\n')
     with pytest.raises(DocumentError, match="an index must not have Scope Keys"):
         read_config(path)
+
+
+def test_limits_are_taken_over_and_every_other_change_is_named_by_its_key(path: Path) -> None:
+    stored = 'storage_key_file = "storage.key"\n'
+    path.write_text(COMMON + stored + INDEX + CONTROLLER + HOLDER + HOST)
+    before = read_config(path)
+    path.write_text(
+        f'{COMMON}{stored}loop = "asyncio"\nmonitoring.port = 1\n{INDEX}max_ttl_ms = 7\n'
+        f"{CONTROLLER}min_active = 3\nprefetch = false\n[controller.classes]\n"
+        f'"https://127.0.0.1:8444/kvsp/" = "a"\n[[scopes]]\nkey_file = "storage.key"\n'
+    )
+    after, differ = with_limits_of(before, read_config(path))
+    assert after.index is not None
+    assert after.controller is not None
+    assert (after.index.max_ttl_ms, after.controller.min_active, after.controller.prefetch) == (7, 3, False)
+    assert after.controller.classes == {}
+    assert differ == ("loop", "monitoring.port", "scopes", "holder", "controller.classes")
+    assert with_limits_of(before, before) == (before, ())

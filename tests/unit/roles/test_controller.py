@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from typing import Any
+from uuid import UUID
 
 import attrs
 import pytest
@@ -369,6 +370,17 @@ def test_an_instance_may_sleep_as_long_as_others_are_awake(talk: Talk) -> None:
     talk.report(B)
     assert talk.report(A, requested_state="sleeping") == "draining"
     assert talk.report(A, state="sleeping") == "sleeping"
+
+
+def test_new_limits_hold_from_then_on(talk: Talk) -> None:
+    talk.report(A)
+    talk.controller.limit(min_active=0, prefetch=False, open_by_checkpoint=True)
+    talk.replicas = {KEYS[0]: (replica(KEYS[0]),)}
+    placed = talk.place()
+    assert not [call for call in talk.calls.values() if "prefetch" in call.request.path]
+    other = str(UUID(int=7, version=4))
+    assert talk.write(attrs.evolve(placed, session=other), 5) == CheckpointRecorded(epoch=1, output_offset=1)
+    assert talk.report(A, requested_state="sleeping") == "draining"
 
 
 @pytest.mark.requirement("LC-2", "LC-5")
