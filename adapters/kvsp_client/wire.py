@@ -28,8 +28,11 @@ __all__ = ["Answer", "Exchange", "Progress", "Wire", "open_network"]
 T = TypeVar("T")
 
 Progress: TypeAlias = Callable[[int, "int | None"], None]
-"""Is told how many octets of an answer's body have come, and of how many, or None; in the loop's thread."""
+"""Is told how many octets of a container have gone out, or of an answer's body have come, and of how many,
+or None; in the loop's thread."""
 
+_LOOK_S: Final = 0.1
+"""Time between looks at how much of a container has been sent."""
 MAX_ROLES: Final = 4096
 """Base URIs that one client calls; calls to further ones fail, so that records cannot make it open more."""
 
@@ -141,11 +144,17 @@ class Wire:
         pieces: Sequence[memoryview | bytes] = (),
         progress: Progress | None = None,
     ) -> Answer:
-        """Make a request and return its answer, whatever it is. Raises `Unavailable` where there is none."""
-        exchange = Exchange(resource_of(operation).answer_limit_bytes, progress)
+        """Make a request and return its answer, whatever it is. Raises `Unavailable` where there is none.
+
+        `progress` hears how the answer comes in, or how `pieces` go out, where there are any.
+        """
+        limit = resource_of(operation).answer_limit_bytes
+        exchange = Exchange(limit, None if pieces else progress)
         call = exchange.call = self.call(base_uri, operation, body, on_event=exchange.on_event, pieces=pieces)
         try:
             with anyio.fail_after(timeout_ms / 1000):
+                if pieces and progress is not None:
+                    await _watch(exchange, call, sum(memoryview(piece).nbytes for piece in pieces), progress)
                 await exchange.over.wait()
         except TimeoutError:
             raise Unavailable(f"{base_uri} did not answer within {timeout_ms / 1000:g} s") from None
@@ -173,6 +182,15 @@ class Wire:
         notice = _Notice()
         with suppress(Unavailable):
             notice.call = self.call(base_uri, operation, body, on_event=notice.on_event)
+
+
+async def _watch(exchange: Exchange, call: Call, size_bytes: int, progress: Progress) -> None:
+    """Tell how much of a body has been sent, until its exchange is over."""
+    while not exchange.over.is_set():
+        if exchange.response is None:
+            progress(call.sent_bytes, size_bytes)
+        with anyio.move_on_after(_LOOK_S):
+            await exchange.over.wait()
 
 
 class _Notice:

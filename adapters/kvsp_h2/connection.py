@@ -239,6 +239,11 @@ class Connection:
         exchange.pressed = exchange.out_bytes >= self._limits.send_queue_bytes
         return not exchange.pressed
 
+    def sent_bytes(self, stream_id: int) -> int:
+        """Return how many octets of a body have gone out; 0 where the exchange is over."""
+        exchange = self._exchanges.get(stream_id)
+        return 0 if exchange is None else exchange.sent_bytes
+
     def receive_into(self, stream_id: int, free: Callable[[], memoryview]) -> None:
         """Have octets of a body put straight where `free` says that the next ones belong, as `DataPlaced`.
 

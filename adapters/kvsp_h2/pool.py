@@ -92,6 +92,11 @@ class Call:
         self._link.flush()
         return room
 
+    @property
+    def sent_bytes(self) -> int:
+        """How many octets of the body have gone out, as long as the call is under way."""
+        return 0 if self._link is None else self._link.http.sent_bytes(self._stream_id)
+
     def acknowledge(self, count: int) -> None:
         """Say that octets of the answer's body have been dealt with."""
         if self._link is not None:

@@ -9,6 +9,8 @@ from typing import Any
 import anyio
 import pytest
 
+from kvsp_client.wire import Wire
+from kvsp_core.resources import StoreBlock
 from kvsp_h2 import (
     ConnectionEnded,
     ContinueReceived,
@@ -405,3 +407,37 @@ async def wait_until(condition: Any) -> None:
     with anyio.fail_after(20):
         while not condition():
             await anyio.sleep(0.002)
+
+
+def test_what_has_been_sent_of_a_body_is_told_while_it_goes(kind: Kind, certificates: Certificates) -> None:
+    """And no more than that: what waits for the peer has not been sent."""
+    window, size = 65_535, 150_000
+
+    async def scenario(world: World) -> None:
+        await begin(world, stream_window_bytes=window, connection_window_bytes=window)
+        serving = world.serving
+        serving.is_deaf = True
+        wire = Wire(world.network, world.client_credentials())
+        wire._pools[world.base_uri] = world.pool
+        told: list[tuple[int, int | None]] = []
+
+        def progress(done_bytes: int, size_bytes: int | None) -> None:
+            told.append((done_bytes, size_bytes))
+            if told[-3:] == [told[-1]] * 3:  # it waits for the peer: let that read on
+                unread, serving.unread = serving.unread, []
+                for acknowledge in unread:
+                    acknowledge()
+
+        block = StoreBlock("c" * 64, "aa" * 16, "b" * 64)
+        answer = await wire.ask(
+            world.base_uri, block, timeout_ms=60_000, pieces=(memoryview(bytes(size)),), progress=progress
+        )
+        assert answer.response.status == 201
+        sent = [done for done, _ in told]
+        assert sent == sorted(sent)
+        assert sent[0] == 0
+        assert sent.count(window) >= 3
+        assert len({done for done in sent if window < done < size}) >= 1
+        assert {of for _, of in told} == {size}
+
+    run(kind, certificates, scenario)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,9 @@ class Serving:
         self.links: list[Any] = []
         self.block = bytes(range(256)) * 4096
         self.held: list[tuple[Any, int]] = []
+        self.is_deaf = False
+        """Whether octets of bodies wait to be acknowledged; then `unread` has them."""
+        self.unread: list[Callable[[], None]] = []
 
     def on_event(self, link: Any, event: Event) -> None:
         http = link.http if link.connection.http is not None else None
@@ -76,7 +80,10 @@ class Serving:
             case DataReceived(stream_id, data):
                 if (id(link), stream_id) in self.digests:
                     self.digests[id(link), stream_id].update(data)
-                http.acknowledge(stream_id, len(data))
+                if self.is_deaf:
+                    self.unread.append(partial(_acknowledge, link, stream_id, len(data)))
+                else:
+                    http.acknowledge(stream_id, len(data))
             case BodyEnded(stream_id) if (id(link), stream_id) in self.digests:
                 digest = self.digests.pop((id(link), stream_id)).hexdigest().encode()
                 http.respond(stream_id, Response(status=201, content_length=64), digest)
@@ -99,6 +106,11 @@ class Serving:
             case _:
                 self.digests[id(link), stream_id] = hashlib.sha256()
                 http.accept_body(stream_id)
+
+
+def _acknowledge(link: Any, stream_id: int, count: int) -> None:
+    link.http.acknowledge(stream_id, count)
+    link.flush()
 
 
 class Outcome:
