@@ -13,6 +13,7 @@ __all__ = [
     "CHECKPOINT_RETRY_MS",
     "COPY_LEASE_MS",
     "DIRECTIVE_KEPT_MS",
+    "ENGINE_FAILURE_MS",
     "FAULT_WITHDRAWAL_MS",
     "LEASE_QUOTA_BYTES",
     "MAX_AVOIDED_INSTANCES",
@@ -326,6 +327,12 @@ MAX_AVOIDED_INSTANCES: Final = 16
 
 MAX_ENGINE_FAILURES: Final = 3
 """How often in a row an instance may end a generation with an error before it is given up with 502."""
+
+ENGINE_FAILURE_MS: Final = 10_000
+"""How long a front end waits for a session to move whose engine has failed after a token; then it fails with
+502. Longer than an instance is believed to be there by default: where the engine took its instance with it,
+the controller has found that out by then.
+"""
 
 SHARED_LEASE_KEYS: Final = 256
 """Blocks that an instance has leased at a time for what it loads from a holder; more are several leases."""

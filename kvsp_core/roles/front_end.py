@@ -34,6 +34,7 @@ from kvsp_core.ext_messages import (
 from kvsp_core.heads import Response
 from kvsp_core.identity import CompatibilityDescriptor, Scope
 from kvsp_core.limits import (
+    ENGINE_FAILURE_MS,
     MAX_ENGINE_FAILURES,
     MAX_FRONT_END_RETRY_MS,
     MAX_GENERATIONS,
@@ -169,6 +170,8 @@ class _Generation:
     """Times in a row that an engine ended it with an error."""
     failed_at: tuple[str, int] | None = None
     """The instance and epoch in which the last of those was."""
+    failed_ms: int = 0
+    """When that was."""
     avoid: tuple[str, ...] = ()
     """Instances whose engine has failed on it before there was a token."""
     cached_tokens: int | None = 0
@@ -358,7 +361,7 @@ class FrontEnd:
         that the controller moves the session to. Neither is tried for long: what fails everywhere is of the
         request."""
         generation.engine_failures += 1
-        generation.failed_at = (generation.instance, generation.epoch)
+        generation.failed_at, generation.failed_ms = (generation.instance, generation.epoch), now_ms
         if generation.engine_failures >= MAX_ENGINE_FAILURES:
             detail = said.detail or "the engine failed on it"
             self._fail(number, generation, 502, f"{generation.engine_failures} attempts failed: {detail}")
@@ -407,8 +410,8 @@ class FrontEnd:
         elif info.instance is None:
             self._retry(number, generation, now_ms)
         elif (info.instance, info.epoch) == generation.failed_at:
-            generation.engine_failures += 1
-            if generation.engine_failures >= MAX_ENGINE_FAILURES:
+            # An engine may take its instance with it, which the controller finds out a while later.
+            if now_ms - generation.failed_ms >= ENGINE_FAILURE_MS:
                 self._fail(number, generation, 502, "the engine failed, and the session stays with it")
             else:
                 self._led_nowhere(number, generation, now_ms)

@@ -371,11 +371,30 @@ def test_an_engine_that_fails_between_two_tokens_ends_the_output_unless_the_sess
     assert client.output_request().from_index == 1
     client.started()
     assert client.tokens(8, first=1, epoch=2) == [TokenReady(1, 1, 8)]
+    failed_ms = client.now_ms
     fails(client)
-    assert client.answer(info(epoch=2, instance=TWO)) == []
-    client.wait()
-    (failed,) = client.answer(info(epoch=2, instance=TWO))
-    assert failed == GenerationFailed(1, 502, "the engine failed, and the session stays with it")
+    while not (failed := client.answer(info(epoch=2, instance=TWO))):
+        client.wait()
+    assert failed == [GenerationFailed(1, 502, "the engine failed, and the session stays with it")]
+    assert 10_000 <= client.now_ms - failed_ms < 15_000
+
+
+@pytest.mark.requirement("MG-1")
+def test_an_engine_that_took_its_instance_with_it_is_waited_for_until_the_controller_knows() -> None:
+    """The status of an instance is believed for 3 s by default, and more strikes than three come sooner."""
+    client = streaming()
+    client.tokens(7)
+    failed_ms = client.now_ms
+    fails(client)
+    asked = 0
+    while client.now_ms < failed_ms + 3_000:
+        assert client.answer(info(epoch=1, instance=ONE)) == []
+        client.wait()
+        asked += 1
+    assert asked > 3
+    client.answer(info(epoch=2, instance=TWO))
+    client.started()
+    assert client.tokens(8, first=1, epoch=2) == [TokenReady(1, 1, 8)]
 
 
 def test_what_the_controller_says_of_a_request_reaches_the_client() -> None:
