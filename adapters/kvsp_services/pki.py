@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -22,11 +23,24 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from kvsp_core.errors import KVSPError
+from kvsp_core.identity import parse_base_uri
 
-__all__ = ["CA_CERTIFICATE", "CA_KEY", "Issued", "PKIError", "check_certificate", "init_ca", "issue"]
+__all__ = [
+    "CA_CERTIFICATE",
+    "CA_KEY",
+    "Issued",
+    "PKIError",
+    "check_certificate",
+    "check_host",
+    "check_name",
+    "check_principal",
+    "init_ca",
+    "issue",
+]
 
 CA_CERTIFICATE: Final = "ca.pem"
 CA_KEY: Final = "ca.key"
+_HOST: Final = re.compile(r"(?=.{1,253}\Z)([A-Za-z0-9_]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?(\.|\Z))+")
 _CA_DAYS: Final = 3650
 _LEAF_DAYS: Final = 365
 _CLOCK_SKEW: Final = datetime.timedelta(minutes=5)
@@ -98,9 +112,11 @@ def issue(
     `uri` is the principal; the host of an ``https`` URI becomes a DNS or IP name, and `hosts` adds more.
     `name` is the files' name, by default host, port and path. A certificate of that name is replaced.
     """
+    check_principal(uri)
+    for host in hosts:
+        check_host(host)
     parts = urlsplit(uri)
-    if parts.scheme not in ("https", "spiffe") or not parts.hostname:
-        raise PKIError("the URI must be an https base URI or a SPIFFE ID, such as https://h1.example/kvsp/")
+    assert parts.hostname is not None
     try:
         ca = x509.load_pem_x509_certificate((folder / CA_CERTIFICATE).read_bytes())
         ca_key = serialization.load_pem_private_key((folder / CA_KEY).read_bytes(), None)
@@ -131,9 +147,32 @@ def issue(
     )
     port = [str(parts.port)] if parts.port else []
     stem = name or "-".join([parts.hostname, *port, *filter(None, parts.path.split("/"))])
-    if stem != Path(stem).name:
-        raise PKIError(f"{stem!r} cannot be a file name; give --name a plain word")
+    check_name(stem)
     return _write(certificate, key, folder / f"{stem}.pem", folder / f"{stem}.key")
+
+
+def check_principal(uri: str) -> None:
+    """Raise `PKIError` where this can be no principal: neither an ``https`` base URI nor a SPIFFE ID."""
+    parts = urlsplit(uri)
+    if parts.scheme == "https":
+        try:
+            parse_base_uri(uri)
+        except KVSPError as error:
+            raise PKIError(str(error)) from None
+    elif parts.scheme != "spiffe" or not parts.hostname:
+        raise PKIError("expected an https base URI, such as https://h1.example/kvsp/, or a SPIFFE ID")
+
+
+def check_name(name: str) -> None:
+    """Raise `PKIError` where this cannot be the name of the files."""
+    if name != Path(name).name or not name:
+        raise PKIError(f"{name!r} cannot be a file name; give --name a plain word")
+
+
+def check_host(host: str) -> None:
+    """Raise `PKIError` where this is neither an IP address nor a DNS name."""
+    if not _HOST.fullmatch(host) and not isinstance(_host_name(host), x509.IPAddress):
+        raise PKIError("expected a DNS name or an IP address")
 
 
 def _host_name(host: str) -> x509.GeneralName:

@@ -31,7 +31,7 @@ class _SeedRange(click.ParamType):  # type: ignore[type-arg]
         return range(int(first), int(last) + 1)
 
 
-@click.command("simulate")
+@click.command("simulate", short_help="Run a whole cluster in simulated time, from a seed.")
 @click.option("--seed", type=click.IntRange(min=0), default=None, help="One seed (default 0).")
 @click.option("--seeds", type=_SeedRange(), default=None, help="Many seeds, such as 0-199.")
 @click.option(
@@ -126,6 +126,7 @@ class _Bound(click.ParamType):  # type: ignore[type-arg]
 
 @click.command(
     "explore",
+    short_help="Go through every order of events of a small cluster.",
     epilog=f"CONFIGURATION is one of {', '.join(sorted(CONFIGURATIONS))}. Each has bounds of its own, which "
     "hold where no option changes them.",
 )

@@ -14,14 +14,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def main(arguments: list[str]) -> int:
     sys.path[:0] = [str(ROOT), str(ROOT / "adapters")]
-    from tests.hostile.faults import FAULTS, faults
-    from tests.hostile.kills import kills
-    from tests.hostile.load import OtherWork
-    from tests.hostile.peers import attacks
-    from tests.hostile.report import Section, write_section
-    from tests.hostile.soak import soak
-    from tests.hostile.storm import storm
-
     parser = argparse.ArgumentParser(description="Hurt a cluster, and say what became of it.")
     parser.add_argument("--kills", type=int, default=40)
     parser.add_argument("--times", type=int, default=1, help="how often each other fault")
@@ -33,6 +25,16 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--directory", type=Path, help="where the clusters live; kept afterwards")
     parser.add_argument("rows", nargs="*", help="which; all of them by default")
     options = parser.parse_args(arguments)
+    try:
+        from tests.hostile.faults import FAULTS, faults
+        from tests.hostile.kills import kills
+        from tests.hostile.load import OtherWork
+        from tests.hostile.peers import attacks
+        from tests.hostile.report import Section, write_section
+        from tests.hostile.soak import soak
+        from tests.hostile.storm import storm
+    except ModuleNotFoundError as error:
+        parser.error(f"{error.name} is missing; in a checkout run: pip install '.[test]'")
     known: dict[str, Callable[[Path], Section]] = {
         "kills": lambda directory: kills(directory, options.kills, seed=options.seed),
         **{group: lambda directory, group=group: faults(directory, group, options.times) for group in FAULTS},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from difflib import get_close_matches
 from importlib.metadata import entry_points
 from typing import Final
 
@@ -45,7 +46,8 @@ NO, USAGE, INTERRUPTED = 1, 2, 130
 
 
 class _Commands(click.Group):
-    """A group that finds its commands by name, here and among the entry points."""
+    """A group that finds its commands by name, here and among the entry points, and says which one may have
+    been meant."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted({*COMMANDS, *(point.name for point in entry_points(group=ENTRY_POINTS))})
@@ -61,6 +63,15 @@ class _Commands(click.Group):
             raise click.ClickException(f"the entry point {cmd_name} of {ENTRY_POINTS} is no click command")
         return found
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+            near = get_close_matches(args[0], self.list_commands(ctx), n=1)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            raise click.UsageError(f"there is no command {args[0]!r}{meant}", ctx)
+        return super().resolve_command(ctx, args)
+
 
 _SETTINGS: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
@@ -70,8 +81,18 @@ _SETTINGS: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 
 def kvsp() -> None:
     """Tools of the KV Cache Storage Protocol.
 
-    Exit status: 0 for yes, 1 for no, 2 for a wrong call.
+    Exit status: 0 for yes. 1 for no: a role refuses or cannot be reached, what was asked for is not there,
+    or a file does not hold what it should. 2 for a wrong call, of which nothing was done: an argument, option
+    or variable is missing or malformed, or names a file that cannot be opened. 130 when interrupted.
     """
+
+
+_ADVICE: Final = {
+    ": the service cannot be reached": "; is it running, and is this its base URI?",
+    "there is no such resource below this base URI": "; is it the base URI of another role?",
+}
+"""What to do about an error, by how it ends."""
+_CANNOT_BE_OPENED: Final = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 
 
 def _say(text: str) -> None:
@@ -86,8 +107,8 @@ def run(arguments: list[str]) -> int:
         click.echo(error.format_message(), err=True)
         return USAGE
     except click.UsageError as error:
-        command = error.ctx.command_path if error.ctx else "kvsp"
-        _say(f"{error.format_message().rstrip('.')}. See: {command} --help")
+        command, said = error.ctx.command_path if error.ctx else "kvsp", error.format_message().rstrip(".")
+        _say(f"{said}{'' if said.endswith('?') else '.'} See: {command} --help")
         return USAGE
     except click.ClickException as error:
         _say(error.format_message())
@@ -95,7 +116,8 @@ def run(arguments: list[str]) -> int:
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
     except KVSPError as error:
-        _say(str(error))
+        said = str(error)
+        _say(said + next((advice for end, advice in _ADVICE.items() if said.endswith(end)), ""))
         return NO
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -107,5 +129,5 @@ def run(arguments: list[str]) -> int:
         return USAGE
     except OSError as error:
         _say(f"{error.filename or 'operating system'}: {error.strerror or error}")
-        return USAGE
+        return USAGE if isinstance(error, _CANNOT_BE_OPENED) and error.filename else NO
     return outcome if isinstance(outcome, int) else 0

@@ -12,12 +12,11 @@ import click
 
 from kvsp_core.bodies import encode
 from kvsp_h2 import Credentials
+from kvsp_services.cli.options import FILE
 
 __all__ = ["as_json_option", "show_json", "show_table", "with_credentials"]
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 def with_credentials(command: F) -> F:
@@ -35,7 +34,7 @@ def with_credentials(command: F) -> F:
     options = (
         click.option(
             "--certificate",
-            type=_FILE,
+            type=FILE,
             envvar="KVSP_CERTIFICATE",
             show_envvar=True,
             required=True,
@@ -43,14 +42,14 @@ def with_credentials(command: F) -> F:
         ),
         click.option(
             "--private-key",
-            type=_FILE,
+            type=FILE,
             envvar="KVSP_PRIVATE_KEY",
             show_envvar=True,
             help="Its key, a PEM file. Default: beside the certificate, with its name and .key.",
         ),
         click.option(
             "--authorities",
-            type=_FILE,
+            type=FILE,
             envvar="KVSP_AUTHORITIES",
             show_envvar=True,
             help="Whom to trust, a PEM file. Default: ca.pem beside the certificate.",

@@ -16,42 +16,33 @@ from kvsp_core.errors import LocalProtocolError, RemoteProtocolError
 from kvsp_core.index_parts import IndexParts
 from kvsp_core.messages import LeaseGranted, LeaseRequest, LookupAnswer, LookupRequest, MatchedBlock
 from kvsp_core.resources import CreateLease, GetBlock, Lookup, StoreBlock
-from kvsp_core.validation import check_hex
 from kvsp_h2 import Credentials
 from kvsp_services.asking import ask, ask_for, expect_success
 from kvsp_services.cli.connection import as_json_option, show_json, show_table, with_credentials
+from kvsp_services.cli.options import (
+    BLOCK_KEY,
+    counted,
+    descriptor_option,
+    holder_option,
+    index_option,
+    scope_key_option,
+)
 from kvsp_services.cli.progress import progress_bar
 from kvsp_services.cli.values import read_descriptor, read_tokens
 
 __all__ = ["get", "lease", "lookup", "put"]
 
-_FILE = click.Path(exists=True, path_type=Path)
-_descriptor = click.option("--descriptor", type=click.File("rb"), required=True, help="A JSON file.")
-_scope_key = click.option(
-    "--scope-key-file", type=_FILE, required=True, help="At least 32 octets, or 64 hex digits."
-)
-_holder = click.option(
-    "--holder", envvar="KVSP_HOLDER", show_envvar=True, required=True, help="Base URI of the holder."
-)
+
+def _in_a_directory(_context: click.Context, parameter: click.Parameter, output: Path) -> Path:
+    if not output.parent.is_dir():
+        raise click.BadParameter(f"{output}: there is no directory {output.parent}", param=parameter)
+    return output
 
 
-def _checked_key(_context: click.Context, _parameter: click.Parameter, key: str) -> str:
-    check_hex(key, "block key")
-    return key
-
-
-@click.command()
-@click.option(
-    "--index",
-    "index_uris",
-    envvar="KVSP_INDEX",
-    show_envvar=True,
-    multiple=True,
-    required=True,
-    help="Base URI of the index; give it once for each of its parts.",
-)
-@_descriptor
-@_scope_key
+@click.command(short_help="Show which blocks of a prompt are held, and where.")
+@index_option(required=True)
+@descriptor_option
+@scope_key_option
 @click.option("--tokens", type=click.File("rb"), required=True, help="A JSON array; - for standard input.")
 @as_json_option
 @with_credentials
@@ -90,19 +81,25 @@ def lookup(
             for replica in block.replicas
         ]
         show_table(("block", "holder", "tiers", "ms left"), rows)
-        click.echo(f"{answer.matched} of {len(keys)} blocks, {answer.matched * model.block_tokens} tokens")
+        tokens_held = counted(answer.matched * model.block_tokens, "token")
+        click.echo(f"{answer.matched} of {counted(len(keys), 'block')}, {tokens_held}")
     if not answer.matched:
         click.get_current_context().exit(1)
 
 
-@click.command()
-@click.argument("block_key", callback=_checked_key)
-@_holder
-@_descriptor
-@_scope_key
+@click.command(short_help="Fetch a block from a holder into a file, and check its digest.")
+@click.argument("block_key", type=BLOCK_KEY, metavar="BLOCK_KEY")
+@holder_option
+@descriptor_option
+@scope_key_option
 @click.option(
-    "--output", type=click.Path(dir_okay=False, path_type=Path), required=True, help="Where it goes."
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    required=True,
+    callback=_in_a_directory,
+    help="The file that it goes to.",
 )
+@as_json_option
 @with_credentials
 def get(
     credentials: Credentials,
@@ -111,13 +108,12 @@ def get(
     descriptor: BinaryIO,
     scope_key_file: Path,
     output: Path,
+    as_json: bool,
 ) -> None:
     """Fetch the block of a BLOCK_KEY from a holder into a file, and check it against its Repr-Digest."""
     model, scope = read_descriptor(descriptor), read_scope(scope_key_file)
-    if not output.parent.is_dir():
-        raise LocalProtocolError(f"{output}: there is no directory {output.parent}")
     operation = GetBlock(model.compat_id, scope.scope_id, block_key)
-    with progress_bar("fetching") as progress:
+    with progress_bar("fetching", shown=not as_json) as progress:
         answer = ask(credentials, holder, operation, progress=progress)
     expect_success(holder, answer)
     if answer.response.repr_digest != hashlib.sha256(answer.body).hexdigest():
@@ -126,15 +122,19 @@ def get(
         )
     with open(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(answer.body)
-    click.echo(f"{output}: {len(answer.body)} octets")
+    if as_json:
+        show_json({"output": str(output), "size_bytes": len(answer.body)})
+    else:
+        click.echo(f"{output}: {counted(len(answer.body), 'octet')}")
 
 
-@click.command()
+@click.command(short_help="Store a container file at a holder.")
 @click.argument("file", type=click.File("rb"))
-@click.option("--block-key", required=True, callback=_checked_key, help="The block key; kvsp keys prints it.")
-@_holder
-@_descriptor
-@_scope_key
+@click.option("--block-key", type=BLOCK_KEY, required=True, help="The block key; kvsp keys prints it.")
+@holder_option
+@descriptor_option
+@scope_key_option
+@as_json_option
 @with_credentials
 def put(
     credentials: Credentials,
@@ -143,16 +143,19 @@ def put(
     holder: str,
     descriptor: BinaryIO,
     scope_key_file: Path,
+    as_json: bool,
 ) -> None:
     """Store a container FILE at a holder as the block of a key."""
     model, scope = read_descriptor(descriptor), read_scope(scope_key_file)
     octets = _contents(file)
     operation = StoreBlock(model.compat_id, scope.scope_id, block_key)
-    # How much of it the holder has taken is not known before it answers.
-    with progress_bar(f"storing {octets.nbytes / 1e6:.1f} MB"):
-        answer = ask(credentials, holder, operation, pieces=(octets,))
+    with progress_bar("storing", shown=not as_json) as progress:
+        answer = ask(credentials, holder, operation, pieces=(octets,), progress=progress)
     expect_success(holder, answer)
-    click.echo(f"{holder}: stored {octets.nbytes} octets")
+    if as_json:
+        show_json({"holder": holder, "size_bytes": octets.nbytes})
+    else:
+        click.echo(f"{holder}: stored {counted(octets.nbytes, 'octet')}")
 
 
 def _contents(file: BinaryIO) -> memoryview:
@@ -163,17 +166,24 @@ def _contents(file: BinaryIO) -> memoryview:
         raise LocalProtocolError(f"{file.name}: expected a file with a container in it") from None
 
 
-@click.command()
-@click.argument("keys", nargs=-1, required=True)
-@_holder
-@click.option("--ttl-ms", type=click.IntRange(min=1), default=30_000, show_default=True)
+@click.command(short_help="Lease blocks at a holder: it keeps them for a while.")
+@click.argument("keys", nargs=-1, required=True, type=BLOCK_KEY, metavar="KEYS...")
+@holder_option
+@click.option(
+    "--ttl-ms",
+    type=click.IntRange(min=1),
+    default=30_000,
+    show_default=True,
+    help="How long, in milliseconds; the holder may grant less.",
+)
 @as_json_option
 @with_credentials
 def lease(credentials: Credentials, keys: tuple[str, ...], holder: str, ttl_ms: int, as_json: bool) -> None:
     """Lease the blocks of these KEYS at a holder, so that they are not evicted for a while."""
-    request = LeaseRequest(block_keys=keys, ttl_ms=ttl_ms)
+    blocks = tuple(dict.fromkeys(keys))
+    request = LeaseRequest(block_keys=blocks, ttl_ms=ttl_ms)
     granted = ask_for(LeaseGranted, credentials, holder, CreateLease(), request)
     if as_json:
         show_json(granted)
     else:
-        click.echo(f"leased {len(keys)} blocks for {granted.ttl_ms} ms")
+        click.echo(f"leased {counted(len(blocks), 'block')} for {granted.ttl_ms} ms")

@@ -4,6 +4,7 @@ look at and do (decision W33).
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import BinaryIO
@@ -12,7 +13,7 @@ import click
 
 from kvsp_client.files import read_scope
 from kvsp_core.block_keys import block_keys
-from kvsp_core.bodies import decode
+from kvsp_core.bodies import decode, encode
 from kvsp_core.errors import KVSPError
 from kvsp_core.ext_messages import (
     IndexInfo,
@@ -38,17 +39,18 @@ from kvsp_core.resources import (
 from kvsp_h2 import Credentials
 from kvsp_services.asking import Asker, ask_for, expect_success
 from kvsp_services.cli.connection import as_json_option, show_json, show_table, with_credentials
+from kvsp_services.cli.options import (
+    BASE_URI,
+    FILE,
+    MAP_NAME,
+    controller_option,
+    counted,
+    holder_option,
+    index_option,
+)
 from kvsp_services.cli.values import read_descriptor, read_tokens
 
 __all__ = ["drain", "index", "leases", "reshard", "sessions", "status", "wake"]
-
-_controller = click.option(
-    "--controller",
-    envvar="KVSP_CONTROLLER",
-    show_envvar=True,
-    required=True,
-    help="Base URI of the controller.",
-)
 
 
 def instance_row(info: InstanceInfo) -> tuple[object, ...]:
@@ -65,7 +67,7 @@ INSTANCE_HEADS = ("instance", "state", "epoch", "sessions", "running", "queued",
 
 
 @click.command()
-@_controller
+@controller_option
 @as_json_option
 @with_credentials
 def status(credentials: Credentials, controller: str, as_json: bool) -> None:
@@ -78,7 +80,7 @@ def status(credentials: Credentials, controller: str, as_json: bool) -> None:
 
 
 @click.command()
-@_controller
+@controller_option
 @as_json_option
 @with_credentials
 def sessions(credentials: Credentials, controller: str, as_json: bool) -> None:
@@ -100,9 +102,9 @@ def _change(credentials: Credentials, controller: str, instance: str, state: str
         click.echo(f"{instance}: {answer.state}")
 
 
-@click.command()
-@click.argument("instance")
-@_controller
+@click.command(short_help="Let an instance finish its sessions and fall asleep.")
+@click.argument("instance", type=BASE_URI, metavar="INSTANCE")
+@controller_option
 @as_json_option
 @with_credentials
 def drain(credentials: Credentials, controller: str, instance: str, as_json: bool) -> None:
@@ -110,9 +112,9 @@ def drain(credentials: Credentials, controller: str, instance: str, as_json: boo
     _change(credentials, controller, instance, "draining", as_json)
 
 
-@click.command()
-@click.argument("instance")
-@_controller
+@click.command(short_help="Wake a sleeping instance, or end its draining.")
+@click.argument("instance", type=BASE_URI, metavar="INSTANCE")
+@controller_option
 @as_json_option
 @with_credentials
 def wake(credentials: Credentials, controller: str, instance: str, as_json: bool) -> None:
@@ -120,31 +122,29 @@ def wake(credentials: Credentials, controller: str, instance: str, as_json: bool
     _change(credentials, controller, instance, "active", as_json)
 
 
-@click.command()
-@click.option(
-    "--index",
-    "index_uri",
-    envvar="KVSP_INDEX",
-    show_envvar=True,
-    required=True,
-    help="Base URI of the index, or of one of its parts.",
-)
+@click.command(short_help="Show what an index holds.")
+@index_option(required=True)
 @as_json_option
 @with_credentials
-def index(credentials: Credentials, index_uri: str, as_json: bool) -> None:
-    """Show what an index holds."""
-    info = ask_for(IndexInfo, credentials, index_uri, DescribeIndex())
+def index(credentials: Credentials, index_uris: tuple[str, ...], as_json: bool) -> None:
+    """Show what an index holds; of one in several parts, what each does.
+
+    With --json that is an object, or an array of one for each part.
+    """
+    infos = [ask_for(IndexInfo, credentials, uri, DescribeIndex()) for uri in index_uris]
     if as_json:
-        show_json(info)
+        shown = [json.loads(encode(info)) for info in infos]
+        show_json(shown if len(shown) > 1 else shown[0])
         return
-    show_table(("holder", "records"), [(holder.holder, holder.records) for holder in info.holders])
-    click.echo(f"{info.records} records in {info.size_bytes / 1e6:.1f} MB")
+    for uri, info in zip(index_uris, infos, strict=True):
+        if len(infos) > 1:
+            click.echo(uri)
+        show_table(("holder", "records"), [(holder.holder, holder.records) for holder in info.holders])
+        click.echo(f"{counted(info.records, 'record')} in {info.size_bytes / 1e6:.1f} MB")
 
 
 @click.command()
-@click.option(
-    "--holder", envvar="KVSP_HOLDER", show_envvar=True, required=True, help="Base URI of the holder."
-)
+@holder_option
 @as_json_option
 @with_credentials
 def leases(credentials: Credentials, holder: str, as_json: bool) -> None:
@@ -159,15 +159,14 @@ def leases(credentials: Credentials, holder: str, as_json: bool) -> None:
 
 
 _WAIT_S = 120.0
-_FILE = click.Path(exists=True, path_type=Path)
 
 
-@click.command()
-@click.argument("map_id", metavar="MAP")
-@click.argument("instances", nargs=-1)
-@_controller
-@click.option("--descriptor", type=click.File("rb"), help="A JSON file.")
-@click.option("--scope-key-file", type=_FILE, help="At least 32 octets, or 64 hex digits.")
+@click.command(short_help="Split a context over instances, or split it anew.")
+@click.argument("map_id", type=MAP_NAME, metavar="MAP")
+@click.argument("instances", nargs=-1, type=BASE_URI, metavar="[INSTANCES]...")
+@controller_option
+@click.option("--descriptor", type=click.File("rb"), help="The Compatibility Descriptor, a JSON file.")
+@click.option("--scope-key-file", type=FILE, help="The tenant's Scope Key.")
 @click.option("--tokens", type=click.File("rb"), help="The context: a JSON array; - for standard input.")
 @click.option("--end", is_flag=True, help="Have the members let go of the context.")
 @as_json_option
@@ -189,6 +188,8 @@ def reshard(
     context does not move. A change that a member refuses is given up: all stays as it was, and the exit
     status is 1.
     """
+    if end and instances:
+        raise click.UsageError("--end goes without instances")
     with Asker(credentials) as asker:
         if end:
             expect_success(controller, asker.ask(controller, EndShardMap(map_id)))

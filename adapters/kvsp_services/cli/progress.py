@@ -16,12 +16,13 @@ def _nothing(done_bytes: int, size_bytes: int | None) -> None:
 
 
 @contextmanager
-def progress_bar(what: str) -> Iterator[Progress]:
-    """Show how far a transfer has come while the block runs; nothing of it is left on the screen then.
+def progress_bar(what: str, *, shown: bool = True) -> Iterator[Progress]:
+    """Show how far a transfer has come while the block runs, where it is to be `shown`; nothing of it is left
+    on the screen then.
 
     The value is what to tell it to. Until it is told, the bar only shows that something is under way.
     """
-    if not sys.stderr.isatty():
+    if not (shown and sys.stderr.isatty()):
         yield _nothing
         return
     from rich import progress

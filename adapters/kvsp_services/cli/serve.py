@@ -14,7 +14,7 @@ from kvsp_services.logs import configure_logs
 __all__ = ["serve"]
 
 
-@click.command()
+@click.command(short_help="Run the roles that a configuration names.")
 @click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option(
     "--loop", type=click.Choice(get_args(LoopName)), help="What it runs on; default: what the file says."

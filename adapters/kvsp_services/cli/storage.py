@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import click
 
 from kvsp_client.files import read_secret
-from kvsp_services.stores.block_files import FileTier
+from kvsp_core.errors import KVSPError
+from kvsp_services.cli.options import FILE, SCOPE_ID, counted
+from kvsp_services.stores.block_files import FileTier, is_tier
 from kvsp_services.stores.durable import back_up
 
 __all__ = ["backup", "purge"]
 
 
-@click.command()
+@click.command(short_help="Copy a role's store to a new file, also while it runs.")
 @click.argument("store", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("target", type=click.Path(dir_okay=False, path_type=Path))
 def backup(store: Path, target: Path) -> None:
@@ -26,17 +27,22 @@ def backup(store: Path, target: Path) -> None:
     click.echo(target)
 
 
-@click.command()
+@click.command(short_help="Delete a tenant's blocks from the disk of a stopped holder.")
 @click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--storage-key-file", type=click.Path(exists=True, path_type=Path), required=True)
-@click.option("--scope", "scope_id", required=True, help="The Scope ID; kvsp scope prints it.")
+@click.option("--storage-key-file", type=FILE, required=True, help="The key that the tier was made with.")
+@click.option(
+    "--scope", "scope_id", type=SCOPE_ID, required=True, help="The tenant's Scope ID; kvsp scope prints it."
+)
 def purge(directory: Path, storage_key_file: Path, scope_id: str) -> None:
-    """Delete every block of a scope from the DIRECTORY of a holder that does not run; prints how many.
+    """Delete a tenant's blocks from disk, for a holder or instance that is not running.
 
-    Those that run delete a scope, in every tier and at the index, when its policy says `purged = true` and
-    they get SIGHUP.
+    DIRECTORY is that of a tier, as the configuration names it. The number of blocks that were deleted is
+    printed.
+
+    A holder that is running does it itself, in memory and at the index too: write `purged = true` under the
+    scope in its policy, and send it SIGHUP.
     """
-    if not re.fullmatch(r"[0-9a-f]{32}", scope_id):
-        raise click.UsageError("--scope is 32 lowercase hex digits; kvsp scope --scope-key-file prints it.")
+    if not is_tier(directory):
+        raise KVSPError(f"{directory}: there are no blocks here; name the directory of a tier")
     tier = FileTier(directory, read_secret(storage_key_file), 0)
-    click.echo(f"{tier.purge(scope_id)} blocks deleted")
+    click.echo(f"{counted(tier.purge(scope_id), 'block')} deleted")

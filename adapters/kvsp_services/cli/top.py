@@ -18,6 +18,7 @@ from kvsp_h2 import Credentials
 from kvsp_services.asking import ask_for
 from kvsp_services.cli.connection import with_credentials
 from kvsp_services.cli.operator import INSTANCE_HEADS, instance_row
+from kvsp_services.cli.options import BASE_URI, controller_option, index_option
 
 __all__ = ["table", "top"]
 
@@ -36,7 +37,7 @@ def table(title: str, heads: tuple[str, ...], rows: list[tuple[object, ...]]) ->
 
 
 def _view(
-    credentials: Credentials, controller: str, index: str | None, holders: tuple[str, ...]
+    credentials: Credentials, controller: str, index_uris: tuple[str, ...], holders: tuple[str, ...]
 ) -> tuple[Group, bool]:
     """Return what is shown now, and whether all answered; of a role that did not it is said in its place."""
     parts: list[Table | Text] = []
@@ -50,11 +51,12 @@ def _view(
         parts.append(table("Sessions", ("state", "sessions"), sorted(states.items())))
     except ClientError as error:
         parts.append(Text(str(error), style="red"))
-    if index is not None:
+    for uri in index_uris:
         try:
-            info = ask_for(IndexInfo, credentials, index, DescribeIndex())
+            info = ask_for(IndexInfo, credentials, uri, DescribeIndex())
             rows: list[tuple[object, ...]] = [(holder.holder, holder.records) for holder in info.holders]
-            parts.append(table(f"Index: {info.size_bytes / 1e6:.1f} MB", ("holder", "records"), rows))
+            title = f"Index{f' at {uri}' if len(index_uris) > 1 else ''}: {info.size_bytes / 1e6:.1f} MB"
+            parts.append(table(title, ("holder", "records"), rows))
         except ClientError as error:
             parts.append(Text(str(error), style="red"))
     for holder_uri in holders:
@@ -69,22 +71,22 @@ def _view(
 
 
 @click.command()
+@controller_option
+@index_option(required=False)
 @click.option(
-    "--controller",
-    envvar="KVSP_CONTROLLER",
-    show_envvar=True,
-    required=True,
-    help="Base URI of the controller.",
+    "--holder",
+    "holders",
+    type=BASE_URI,
+    multiple=True,
+    help="A holder's base URI; may be given several times.",
 )
-@click.option("--index", envvar="KVSP_INDEX", show_envvar=True, help="Base URI of the index.")
-@click.option("--holder", "holders", multiple=True, help="A holder's base URI; may be given several times.")
 @click.option("--interval", type=click.FloatRange(min=0.2), default=2.0, show_default=True, help="Seconds.")
 @click.option("--once", is_flag=True, help="Show it once, and end; exit 1 where a role did not answer.")
 @with_credentials
 def top(
     credentials: Credentials,
     controller: str,
-    index: str | None,
+    index_uris: tuple[str, ...],
     holders: tuple[str, ...],
     interval: float,
     once: bool,
@@ -94,10 +96,10 @@ def top(
     if once:
         if not console.is_terminal:
             console.width = _WIDE
-        view, answered = _view(credentials, controller, index, holders)
+        view, answered = _view(credentials, controller, index_uris, holders)
         console.print(view)
         return 0 if answered else 1
-    with Live(_view(credentials, controller, index, holders)[0], console=console, screen=True) as live:
+    with Live(_view(credentials, controller, index_uris, holders)[0], console=console, screen=True) as live:
         while True:
             time.sleep(interval)
-            live.update(_view(credentials, controller, index, holders)[0])
+            live.update(_view(credentials, controller, index_uris, holders)[0])

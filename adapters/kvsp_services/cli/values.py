@@ -18,11 +18,11 @@ from kvsp_core.container import decode_container, replica_digest
 from kvsp_core.errors import KVSPError, LocalProtocolError
 from kvsp_core.identity import CompatibilityDescriptor
 from kvsp_core.registries import INITIAL_REGISTRIES
+from kvsp_services.cli.options import descriptor_option, scope_key_option
 
 __all__ = ["compat", "inspect", "keys", "read_descriptor", "read_tokens", "scope"]
 
 _DOCUMENT = click.File("rb")
-_EXISTING = click.Path(exists=True, path_type=Path)
 
 
 def read_descriptor(file: BinaryIO) -> CompatibilityDescriptor:
@@ -44,7 +44,7 @@ def read_tokens(file: BinaryIO) -> list[int]:
     return tokens
 
 
-@click.command()
+@click.command(short_help="Print a Compatibility ID, or derive a model's descriptor.")
 @click.argument("descriptor", type=_DOCUMENT, required=False)
 @click.option(
     "--model-dir",
@@ -75,7 +75,7 @@ def compat(descriptor: BinaryIO | None, model_dir: Path | None, **given: Any) ->
 
 
 @click.command()
-@click.option("--scope-key-file", type=_EXISTING, required=True, help="At least 32 octets, or 64 hex digits.")
+@scope_key_option
 @click.option("--salt", help="Of the scope for requests with this cache salt.")
 def scope(scope_key_file: Path, salt: str | None) -> None:
     """Print the Scope ID of a Scope Key. The key itself is never printed."""
@@ -85,11 +85,9 @@ def scope(scope_key_file: Path, salt: str | None) -> None:
     click.echo(found.scope_id)
 
 
-@click.command()
-@click.option(
-    "--descriptor", type=_DOCUMENT, required=True, help="The Compatibility Descriptor, a JSON file."
-)
-@click.option("--scope-key-file", type=_EXISTING, required=True, help="At least 32 octets, or 64 hex digits.")
+@click.command(short_help="Print the block keys of a sequence of tokens.")
+@descriptor_option
+@scope_key_option
 @click.option("--tokens", type=_DOCUMENT, required=True, help="A JSON array of tokens; - for standard input.")
 def keys(descriptor: BinaryIO, scope_key_file: Path, tokens: BinaryIO) -> None:
     """Print the block keys of a sequence of tokens, one a line; incomplete last blocks have none."""
@@ -98,7 +96,7 @@ def keys(descriptor: BinaryIO, scope_key_file: Path, tokens: BinaryIO) -> None:
     click.echo("".join(f"{key.hex()}\n" for key in found), nl=False)
 
 
-@click.command()
+@click.command(short_help="Show header, sections and digests of a container file.")
 @click.argument("file", type=_DOCUMENT)
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 def inspect(file: BinaryIO, as_json: bool) -> None:

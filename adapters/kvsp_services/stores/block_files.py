@@ -31,7 +31,7 @@ from kvsp_core.roles.role import BlockName, JobFault, StoredBlock
 from kvsp_services.stores.blocks import BlockFault, part_of
 from kvsp_services.stores.sealing import SALT_BYTES, TAG_BYTES, Sealer, StorageError, derive_key, hidden_name
 
-__all__ = ["FileTier"]
+__all__ = ["FileTier", "is_tier"]
 
 _MAGIC: Final = b"KVSPblk\x01"
 _LENGTH: Final = struct.Struct(">I")
@@ -93,6 +93,11 @@ class _TornError(Exception):
 
 
 _DAMAGED: Final = (InvalidTag, msgspec.MsgspecError, _TornError)
+
+
+def is_tier(directory: Path) -> bool:
+    """Return whether a directory has been that of a tier."""
+    return (directory / _KEY_CHECK).is_file()
 
 
 class FileTier:

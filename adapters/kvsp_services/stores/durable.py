@@ -192,7 +192,7 @@ class DurableStore:
 
 def back_up(path: Path, target: Path) -> None:
     """Copy a store to a new file, consistent even while a role is using it; it opens with the same
-    storage key."""
+    storage key. Where that fails there is no such file."""
     if not path.exists():
         raise StorageError(f"{path} does not exist")
     if target.exists():
@@ -202,6 +202,9 @@ def back_up(path: Path, target: Path) -> None:
         source, copy = sqlite3.connect(f"file:{path}?mode=ro", uri=True), sqlite3.connect(target)
         try:
             source.backup(copy)
+        except BaseException:
+            target.unlink()
+            raise
         finally:
             source.close()
             copy.close()

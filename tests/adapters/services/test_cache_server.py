@@ -81,14 +81,14 @@ class Shell:
         said, complained = self.capfd.readouterr()
         return status, said, complained
 
-    def put(self, number: int) -> tuple[int, str, str]:
-        file = str(self.cluster.directory / f"block-{number}")
-        return self("put", file, "--block-key", self.keys[number], "--holder", self.cluster.uris["holder"])
+    def put(self, number: int, *options: str) -> tuple[int, str, str]:
+        file, holder = str(self.cluster.directory / f"block-{number}"), self.cluster.uris["holder"]
+        return self("put", file, "--block-key", self.keys[number], "--holder", holder, *options)
 
-    def get(self, number: int) -> tuple[int, str, str]:
+    def get(self, number: int, *options: str) -> tuple[int, str, str]:
         output = str(self.cluster.directory / "fetched")
         where = ("--holder", self.cluster.uris["holder"], "--output", output)
-        return self("get", self.keys[number], *where)
+        return self("get", self.keys[number], *where, *options)
 
     def matched(self) -> int:
         tokens = str(self.cluster.directory / "tokens.json")
@@ -105,12 +105,15 @@ def shell(cluster: Cluster, capfd: pytest.CaptureFixture[str]) -> Shell:
 def test_blocks_are_stored_published_found_and_fetched(cluster: Cluster, shell: Shell) -> None:
     assert shell.matched() == 0
     for number in (0, 1):
-        status, _, complained = shell.put(number)
+        status, said, complained = shell.put(number, "--json")
         assert status == 0, complained
+    size = (cluster.directory / "block-1").stat().st_size
+    assert json.loads(said) == {"holder": cluster.uris["holder"], "size_bytes": size}
     assert until(lambda: shell.matched() == 2)
     assert shell.put(0)[0] == 1, "a block is stored once"
-    status, _, complained = shell.get(1)
+    status, said, complained = shell.get(1, "--json")
     assert status == 0, complained
+    assert json.loads(said) == {"output": str(cluster.directory / "fetched"), "size_bytes": size}
     fetched, stored = (cluster.directory / name for name in ("fetched", "block-1"))
     assert fetched.read_bytes() == stored.read_bytes()
     status, said, complained = shell("lease", *shell.keys, "--holder", cluster.uris["holder"], scope=False)

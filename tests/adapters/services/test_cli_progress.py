@@ -65,6 +65,14 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert capsys.readouterr().out == ""
 
 
+def test_no_bar_where_json_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    with progress_bar("fetching", shown=False) as progress:
+        progress(3, 6)
+    assert terminal.getvalue() == ""
+
+
 def test_no_bar_in_a_file_or_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", plain := io.StringIO())
     with progress_bar("fetching") as progress:

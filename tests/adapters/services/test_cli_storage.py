@@ -49,7 +49,7 @@ def test_a_purge_beside_a_running_holder(
         tier.store(StoredBlock(name, HEADER, ("d" * 64,), "e" * 64), memoryview(bytes(16)))
     call = ["purge", str(tmp_path / "blocks"), "--storage-key-file", str(key_file), "--scope"]
     assert app.run([*call, "aa" * 16]) == 0
-    assert capfd.readouterr().out == "1 blocks deleted\n"
+    assert capfd.readouterr().out == "1 block deleted\n"
     with pytest.raises(BlockFault):
         tier.read(names[0], None, lambda size: memoryview(bytearray(size)))
     tier.read(names[1], None, lambda size: memoryview(bytearray(size)))

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from kvsp_services.cli import app
 from kvsp_services.cli.top import table
+from kvsp_services.pki import init_ca, issue
 from tests.adapters.services.cluster import OPERATOR, Cluster, free_ports
 
 SCOPE = "6d1c6481cd428737da312c089db3832a"
@@ -70,29 +71,40 @@ def test_nothing_of_a_table_is_cut_off_where_it_is_narrow() -> None:
     assert uri in "".join(re.findall(r"│ (\S+) *│", shown.getvalue()))
 
 
-def test_a_mistake_in_a_call_is_one_line_and_nobody_is_asked(
-    capfd: pytest.CaptureFixture[str], cluster: Cluster, context: tuple[str, ...]
+@pytest.mark.parametrize(
+    ("command", "role", "who", "said"),
+    [
+        (
+            "status",
+            "index",
+            "operator",
+            "404 there is no such resource below this base URI; is it the base URI of",
+        ),
+        ("sessions", "controller", "nobody", "403 the client has no role that may make this request"),
+        ("index", "index", "nobody", "403 the client has no role that may make this request"),
+        ("index", "index", "stranger", "the peer was refused: its certificate is not accepted"),
+        ("drain", "controller", "operator", "404 no such instance reports here"),
+        ("wake", "controller", "operator", "404 no such instance reports here"),
+        ("reshard", "controller", "operator", "404 no such shard map"),
+    ],
+)
+def test_what_a_role_says_no_to_is_one_line(
+    capfd: pytest.CaptureFixture[str], cluster: Cluster, command: str, role: str, who: str, said: str
 ) -> None:
     directory = cluster.directory
-    (directory / "empty").touch()
-    model = context[:4]
-    nobody = ("--holder", "https://127.0.0.1:1/kvsp/", *model)
-    key = "ab" * 32
-    for call, said in (
-        (("status", "--controller", "http://127.0.0.1:1/kvsp/"), "https"),
-        (("status", "--controller", "127.0.0.1:1"), "https"),
-        (("get", "xyz", "--output", "out", *nobody), "block key: expected 64 lowercase hex digits"),
-        (("get", key, "--output", "nowhere/out", *nobody), "nowhere/out: there is no directory nowhere"),
-        (
-            ("put", str(directory / "empty"), "--block-key", key, *nobody),
-            "empty: expected a file with a container",
-        ),
-        (("put", "/dev/null", "--block-key", key, *nobody), "/dev/null: expected a file with a container"),
-    ):
-        status, _, complained = kvsp(capfd, cluster, *call)
-        assert status == 1
-        assert complained.count("\n") == 1
-        assert said in complained
+    if who == "nobody":
+        issue(directory, uri="spiffe://example/nobody", name="nobody")
+    if who == "stranger":
+        directory /= "stranger"
+        init_ca(directory)
+        issue(directory, uri=OPERATOR, name="stranger")
+    option = "--index" if command == "index" else "--controller"
+    named = {"drain": ["https://h1.example/kvsp/"], "wake": ["https://h1.example/kvsp/"], "reshard": ["map"]}
+    call = [command, *named.get(command, []), option, cluster.uris[role]]
+    assert app.run([*call, "--certificate", str(directory / f"{who}.pem")]) == 1
+    complained = capfd.readouterr().err
+    assert complained.startswith(f"kvsp: {cluster.uris[role]}: {said}")
+    assert complained.count("\n") == 1
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +142,7 @@ def test_a_lookup_that_finds_nothing_is_a_no(
 ) -> None:
     status, said, _ = kvsp(capfd, cluster, "lookup", "--index", cluster.uris["index"], *context)
     assert status == 1
-    assert "0 of 1 blocks" in said
+    assert "0 of 1 block, 0 tokens" in said
 
 
 def test_a_context_is_split_over_active_instances_only(

@@ -67,8 +67,9 @@ def test_a_certificate_is_valid_for_the_days_asked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("uri", "name", "says"),
     [
-        ("http://h1.example/", None, "must be an https base URI"),
-        ("https:///kvsp/", None, "must be an https base URI"),
+        ("http://h1.example/", None, "expected an https base URI"),
+        ("https:///kvsp/", None, "expected https://host/"),
+        ("https://h1.example/kvsp", None, "a base URI ends in '/'"),
         (URI, "../escape", "cannot be a file name"),
     ],
 )
