@@ -56,7 +56,15 @@ class Call:
     """A request, and what becomes of it. Once it is over, its methods do nothing."""
 
     __slots__ = (
-        *("_attempts", "_expects", "_link", "_on_event", "_pieces", "_pool", "_request", "_stream_id"),
+        "_attempts",
+        "_expects",
+        "_kept",
+        "_link",
+        "_on_event",
+        "_pieces",
+        "_pool",
+        "_request",
+        "_stream_id",
         "_traceparent",
     )
 
@@ -76,6 +84,8 @@ class Call:
         self._traceparent = traceparent
         self._pieces: list[tuple[Buffer, bool]] = []
         """The body as long as it may have to be sent, or sent again."""
+        self._kept = True
+        """Whether all of the body that was handed over is kept; it is not where it comes bit by bit."""
         self._link: Link | None = None
         self._stream_id = self._attempts = 0
 
@@ -87,7 +97,10 @@ class Call:
         if self._link is None:
             self._pieces.append((data, end))
             return False
-        self._pieces.clear()  # it is being streamed, and cannot be sent again
+        if self._expects:
+            self._let_go()  # the server was asked first, and would have to be asked again
+        if self._kept:
+            self._pieces.append((data, end))
         room = self._link.http.send_data(self._stream_id, data, end=end)
         self._link.flush()
         return room
@@ -133,16 +146,24 @@ class Call:
             room = link.http.send_data(self._stream_id, data, end=last)
             end = last
         if room and not end and rest:
+            self._let_go()
             self._on_event(OutputReady(self._stream_id))
         return self._stream_id
+
+    def _let_go(self) -> None:
+        """Keep the body no longer: its owner hands it over bit by bit, as there is room."""
+        self._kept = False
+        self._pieces.clear()
 
     def receive(self, event: Event) -> bool:
         """Pass an event on; return False where the call is to be made again instead."""
         if isinstance(event, ExchangeEnded):
             self._link = None
-            whole = bool(self._pieces) and self._pieces[-1][1]
+            whole = self._kept and self._pieces[-1][1]
             if event.unprocessed and whole and self._attempts < _ATTEMPTS and self._on_event is not _ignore:
                 return False
+        elif isinstance(event, OutputReady):
+            self._let_go()
         self._on_event(event)
         return True
 
