@@ -37,7 +37,7 @@ __all__ = ["Look", "Planted", "found_after", "look_for", "main", "read_planted"]
 
 ROOT = Path(__file__).resolve().parent.parent
 PLANTED = ROOT / "fuzz" / "mutations" / "planted"
-COPIED = ("kvsp_core", "adapters/kvsp_sim")
+COPIED = ("kvsp_core", "adapters/kvsp_h2", "adapters/kvsp_sim")
 RANGES: Final = ("0-49", "10000-10049", "20000-20049")
 TIMEOUT_S: Final = 900
 

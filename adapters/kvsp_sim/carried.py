@@ -106,6 +106,7 @@ class CarriedCall(ABC):
     def fail(self, reason: str) -> None:
         """Say that there is no whole answer."""
         if self.alive:
+            self.caller.cluster.counts["calls failed"] += 1
             self._give_up()
             self.end(CallFailed(self.call.call_id, reason))
 

@@ -31,8 +31,10 @@ from kvsp_core.roles.role import Role
 from kvsp_core.roles.work import Numbers
 from kvsp_sim.disk import StorageFaults, Tier, rotten
 from kvsp_sim.engine import KINDS, EngineSpeed, SimulatedEngine
+from kvsp_sim.exchange import Exchange
 from kvsp_sim.faults import PROFILES, Chaos, draw_clock
 from kvsp_sim.host import Cluster, Host, Instruction, Start
+from kvsp_sim.http2 import Http2
 from kvsp_sim.network import Network, NetworkFaults
 from kvsp_sim.operators import Operator, Resharding
 from kvsp_sim.overheard import Places
@@ -45,7 +47,7 @@ from kvsp_sim.witness import Witness
 from kvsp_sim.workload import Workload
 from kvsp_sim.world import World
 
-__all__ = ["DESCRIPTOR", "Options", "SimulatedCluster"]
+__all__ = ["DESCRIPTOR", "WIRES", "Options", "SimulatedCluster"]
 
 INDEX: Final = "https://index.example/"
 OPERATOR: Final = "https://operator.example/"
@@ -70,7 +72,11 @@ DESCRIPTOR: Final = CompatibilityDescriptor.from_members(
     }
 )
 BLOCK_BYTES: Final = ContainerHeader.for_layers(DESCRIPTOR).data_bytes
-CONTAINER_BYTES: Final = ContainerHeader.for_layers(DESCRIPTOR).size_bytes
+_LARGE_BLOCKS: Final = CompatibilityDescriptor.from_members({**DESCRIPTOR.members(), "head_dim": 2_048})
+"""Its blocks are larger than the smallest window of an HTTP/2 stream."""
+
+WIRES: Final = ("messages", "h2")
+"""What may carry calls: messages, or the octets of HTTP/2."""
 
 HOST: Final = "host"
 LOCAL: Final = "local-storage"
@@ -89,6 +95,7 @@ class Options:
     front_ends: int = 1
     users: int = 4
     faults: str = "all"
+    wire: str = "messages"
 
     def as_text(self) -> str:
         """Return the options as ``kvsp simulate`` takes them."""
@@ -121,9 +128,14 @@ class SimulatedCluster:
             lease_ms=random.pick((100, 500, 3_000)),
             call_ms=random.pick((50, 150, 500)),
         )
+        is_http2 = options.wire == "h2"
+        self._carry = Http2(self._random.split("http2")) if is_http2 else Exchange
+        large = is_http2 and self._random.split("blocks").chance(0.3)
+        self._descriptor = _LARGE_BLOCKS if large else DESCRIPTOR
         # Room for few blocks or many, and for few leased ones.
-        self._capacity_bytes = CONTAINER_BYTES * random.pick((5, 10, 40))
-        self._quota_bytes = BLOCK_BYTES * random.pick((8, 30, 200))
+        block = ContainerHeader.for_layers(self._descriptor)
+        self._capacity_bytes = block.size_bytes * random.pick((5, 10, 40))
+        self._quota_bytes = block.data_bytes * random.pick((8, 30, 200))
         keys = tuple(random.octets(32) for _ in range(4))
         self._scopes = tuple(map(Scope, keys[:3]))
         self._elsewhere = Scope(keys[3])
@@ -137,11 +149,11 @@ class SimulatedCluster:
         self.storage_faults: dict[str, StorageFaults] = {}
         policy = self._policy()
         self.properties = Properties(quota_bytes=self._quota_bytes, allowed=self._allowed(), scope_keys=keys)
-        witness = Witness(self.properties, index=INDEX, block_bytes=BLOCK_BYTES)
-        self.cluster = Cluster(self.world, Network(self.world, self.network_faults), witness)
+        witness = Witness(self.properties, index=INDEX, block_bytes=block.data_bytes)
+        self.cluster = Cluster(self.world, Network(self.world, self.network_faults), witness, self._carry)
         self.counts = self.cluster.counts
         self.users: list[Users] = []
-        self._places = self._names.places(self._scopes)
+        self._places = self._names.places(self._scopes, self._descriptor)
         self._overheard = witness.overheard
         witness.strangers = frozenset((STRANGER, OUTSIDER))
         self._build(policy)
@@ -159,6 +171,7 @@ class SimulatedCluster:
             process.set_clock(draw_clock(process.randomness))
             process.start()
         self._make_a_liar()
+        self._wear_out_a_disk()
         self._chaos = Chaos(
             self.cluster,
             self.network_faults,
@@ -185,6 +198,13 @@ class SimulatedCluster:
 
         self.cluster.hosts[names[0]].lies = lie
 
+    def _wear_out_a_disk(self) -> None:
+        """Have the tiers of an instance give out wrong octets all along, whatever else happens."""
+        random = self._random.split("disk")
+        if "rots" in PROFILES[self.options.faults] and random.chance(0.3):
+            worn = self.storage_faults[f"instance {random.below(self.options.instances)}"]
+            worn.rots, worn.swapped = 0.2, 0.1
+
     def heal(self) -> None:
         """End all faults, and have users ask for nothing more."""
         self._chaos.heal()
@@ -204,6 +224,9 @@ class SimulatedCluster:
         First all requests, prefetches, reshards and leases have to end. Then those who hold blocks leave,
         some in good order and some at once, and every record has to leave the index, withdrawn or expired.
         """
+        for host in self.cluster.hosts.values():
+            if host.requests:
+                return f"{len(host.requests)} requests have no end at {host.name}"
         waiting = sum(users.waiting for users in self.users)
         if waiting:
             return f"{waiting} users still wait for output"
@@ -326,7 +349,7 @@ class SimulatedCluster:
         number = (*self._names.instances, OUTSIDER).index(host.base_uri)
         return SimulatedEngine(
             name=host.base_uri,
-            descriptor=DESCRIPTOR,
+            descriptor=self._descriptor,
             kind=number % KINDS,
             speed=EngineSpeed(),
             randomness=host.randomness.split("engine", host.life),
@@ -340,7 +363,7 @@ class SimulatedCluster:
 
     def _descriptors(self) -> Descriptors:
         known = Descriptors()
-        known.add(DESCRIPTOR)
+        known.add(self._descriptor)
         return known
 
     def _index(self, policy: Policy, start: Start) -> Role:
@@ -351,7 +374,7 @@ class SimulatedCluster:
         placement = PlacementSettings(
             index_uris=(INDEX,),
             classes=dict.fromkeys(self._names.instances, "simulated"),
-            descriptors={DESCRIPTOR.compat_id: DESCRIPTOR},
+            descriptors={self._descriptor.compat_id: self._descriptor},
             default_service_us=100_000,
             call_timeout_ms=times.call_ms,
         )
@@ -431,7 +454,7 @@ class SimulatedCluster:
         )
         return Instance(
             settings,
-            models={DESCRIPTOR.compat_id: DESCRIPTOR},
+            models={self._descriptor.compat_id: self._descriptor},
             scopes={s.scope_id: s for s in (self._scopes if scopes is None else scopes)},
             blocks=self._holder_of(policy, base_uri, start, numbers),
             numbers=numbers,
@@ -443,7 +466,7 @@ class SimulatedCluster:
     def _add_front_end(self, number: int, base_uri: str, policy: Policy) -> None:
         random = self._random.split("users", number)
         users = Users(
-            Workload(random.split("workload"), DESCRIPTOR.block_tokens),
+            Workload(random.split("workload"), self._descriptor.block_tokens),
             random,
             count=self.options.users,
             tenants=self._scopes[:2],
@@ -477,7 +500,7 @@ class SimulatedCluster:
             base_uri=base_uri,
             policy=policy,
             controller=CONTROLLER,
-            descriptor=DESCRIPTOR,
+            descriptor=self._descriptor,
             scopes=self._scopes,
             call_ms=self._times.call_ms,
             silence_ms=500,
@@ -500,7 +523,7 @@ class _Names:
         self.instances = tuple(f"https://instance{n}.example/" for n in range(options.instances))
         self.front_ends = tuple(f"https://front{n}.example/" for n in range(options.front_ends))
 
-    def places(self, scopes: tuple[Scope, ...]) -> Places:
+    def places(self, scopes: tuple[Scope, ...], descriptor: CompatibilityDescriptor) -> Places:
         """Return who is where."""
         return Places(
             index=INDEX,
@@ -508,5 +531,5 @@ class _Names:
             holders=self.holders,
             instances=self.instances,
             scopes={scope.scope_id: scope for scope in scopes},
-            descriptor=DESCRIPTOR,
+            descriptor=descriptor,
         )

@@ -8,6 +8,7 @@ from pathlib import Path
 import attrs
 import click
 
+from kvsp_sim.cluster import WIRES
 from kvsp_sim.configurations import CONFIGURATIONS
 from kvsp_sim.explorer import Bounds, Exploration, explore
 from kvsp_sim.faults import PROFILES
@@ -51,6 +52,8 @@ class _SeedRange(click.ParamType):  # type: ignore[type-arg]
     help="Users that send requests, one after the other each.",
 )
 @click.option("--faults", type=click.Choice(sorted(PROFILES)), default="all", show_default=True)
+@click.option("--wire", type=click.Choice(WIRES), default="messages", show_default=True,
+              help="What carries calls: messages, or the octets of HTTP/2.")  # fmt: skip
 @click.option(
     "--jobs", type=click.IntRange(1, 64), default=1, show_default=True, help="Processes for many seeds."
 )
@@ -65,6 +68,7 @@ def simulate_command(
     holders: int,
     users: int,
     faults: str,
+    wire: str,
     jobs: int,
     stop: bool,
     trace: Path | None,
@@ -77,7 +81,9 @@ def simulate_command(
     """
     if seeds is not None and (seed is not None or trace is not None):
         raise click.UsageError("--seeds goes with neither --seed nor --trace.")
-    options = Options(steps=steps, instances=instances, holders=holders, users=users, faults=faults)
+    options = Options(
+        steps=steps, instances=instances, holders=holders, users=users, faults=faults, wire=wire
+    )
     if seeds is None:
         if trace is None:
             return _tell(run_seed(seed or 0, options))

@@ -83,6 +83,13 @@ class Network:
         pool.append(Connection(client, server))
         return pool[-1]
 
+    def dial(self, client: str, server: str) -> Connection:
+        """Return a new connection from one process to another."""
+        pool = self._pool.setdefault((client, server), [])
+        pool[:] = [connection for connection in pool if connection.open]
+        pool.append(Connection(client, server))
+        return pool[-1]
+
     def send(
         self, connection: Connection, to_server: bool, call: Callable[..., None], *arguments: object
     ) -> None:

@@ -277,6 +277,12 @@ class Witness:
         if handler is not None:
             handler(leg, effect, body)
 
+    def unheard(self, request: CarriedRequest, effect: Respond, body: bytes) -> None:
+        """Nothing of an answer has left: nobody holds the lease that it grants."""
+        if request.request.path == "leases" and effect.response.status == 201:
+            lease = _read_granted(body).lease
+            self.observe(LeaseReleased(holder=request.server.base_uri, lease=lease))
+
     def started(self, host: Host) -> None:
         """A role starts, for the first time or after a crash."""
         self._holders[component_id(host.base_uri)] = host.base_uri

@@ -11,6 +11,7 @@ import pytest
 
 from kvsp_core.roles.role import AnswerReceived, CallFailed
 from kvsp_sim.clock import Clock
+from kvsp_sim.cluster import WIRES
 from kvsp_sim.trace import Trace
 from kvsp_sim.world import World
 from tests.adapters.sim.toy import Client, Register, Toy, run_with_faults
@@ -46,16 +47,18 @@ def test_what_is_due_together_happens_in_the_order_asked_for() -> None:
 # Calls
 
 
-def test_calls_are_answered() -> None:
-    toy = Toy()
+@pytest.mark.parametrize("wire", WIRES)
+def test_calls_are_answered(wire: str) -> None:
+    toy = Toy(wire=wire)
     toy.world.run(until_us=1_005_000)
     assert heard(toy, AnswerReceived) == list(range(1, client_of(toy).sent + 1))
     assert register_of(toy).value == client_of(toy).sent
     assert len(register_of(toy).ended) == client_of(toy).sent
 
 
-def test_an_answer_waits_until_what_it_rests_on_is_durable() -> None:
-    toy = Toy()
+@pytest.mark.parametrize("wire", WIRES)
+def test_an_answer_waits_until_what_it_rests_on_is_durable(wire: str) -> None:
+    toy = Toy(wire=wire)
     toy.storage_faults.least_us = toy.storage_faults.most_us = 40_000
     toy.world.run(until_us=30_000)
     assert register_of(toy).value == 1
@@ -66,8 +69,9 @@ def test_an_answer_waits_until_what_it_rests_on_is_durable() -> None:
     assert heard(toy, AnswerReceived) == []
 
 
-def test_persisting_that_fails_discards_the_role() -> None:
-    toy = Toy()
+@pytest.mark.parametrize("wire", WIRES)
+def test_persisting_that_fails_discards_the_role(wire: str) -> None:
+    toy = Toy(wire=wire)
     toy.storage_faults.persist_fails = 1.0
     toy.world.run(until_us=30_000)
     assert register_of(toy).value == 0
@@ -111,8 +115,9 @@ def test_answers_can_be_blocked_while_requests_pass() -> None:
     assert heard(toy, AnswerReceived) == []
 
 
-def test_a_paused_process_takes_in_afterwards_what_came() -> None:
-    toy = Toy()
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_paused_process_takes_in_afterwards_what_came(wire: str) -> None:
+    toy = Toy(wire=wire)
     toy.register.process.pause()
     toy.world.run(until_us=100_000)
     assert register_of(toy).value == 0
@@ -133,9 +138,10 @@ def test_a_witness_sees_what_is_done_for_a_client_that_is_gone(monkeypatch: pyte
     assert sum(not leg.exchange.open for leg in seen) >= gone
 
 
+@pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_happens_each_call_ends_once_and_nothing_acknowledged_is_lost(seed: int) -> None:
-    toy = run_with_faults(seed)
+def test_whatever_happens_each_call_ends_once_and_nothing_acknowledged_is_lost(seed: int, wire: str) -> None:
+    toy = run_with_faults(seed, wire=wire)
     ends = Counter(heard(toy, AnswerReceived) + heard(toy, CallFailed))
     assert set(ends.values()) <= {1}
     known = [int(item.body) for item in client_of(toy).heard if type(item) is AnswerReceived]
@@ -156,10 +162,11 @@ def test_a_request_can_arrive_twice() -> None:
 # One seed, one history
 
 
-def test_a_seed_gives_one_history_and_another_seed_another() -> None:
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_seed_gives_one_history_and_another_seed_another(wire: str) -> None:
     def history(seed: int) -> str:
         trace = Trace()
-        run_with_faults(seed, trace)
+        run_with_faults(seed, trace, wire=wire)
         return trace.hexdigest()
 
     assert history(3) == history(3)

@@ -18,7 +18,9 @@ from kvsp_core.roles.role import (
 )
 from kvsp_sim.clock import Clock
 from kvsp_sim.disk import StorageFaults
+from kvsp_sim.exchange import Exchange
 from kvsp_sim.host import Cluster, Host, Process
+from kvsp_sim.http2 import Http2
 from kvsp_sim.network import Network, NetworkFaults
 from kvsp_sim.properties import Properties
 from kvsp_sim.randomness import Randomness
@@ -54,7 +56,7 @@ class Register:
                 value = b"%d" % self.value
                 return (
                     Persist((Put("register", "value", value),)),
-                    Respond(request_id, Response(status=200), value),
+                    Respond(request_id, Response(status=200, content_length=len(value)), value),
                 )
             case RequestEnded(request_id):
                 self.ended.append(request_id)
@@ -86,12 +88,13 @@ class Client:
             return ()
         self.due_ms = now_ms + self.every_ms
         self.sent += 1
+        body = b"%d" % self.sent
         return (
             Call(
                 call_id=self.sent,
                 base_uri=REGISTER,
-                request=Request(method="PUT", path="value"),
-                body=b"%d" % self.sent,
+                request=Request(method="PUT", path="value", content_length=len(body)),
+                body=body,
                 timeout_ms=self.timeout_ms,
             ),
         )
@@ -103,12 +106,19 @@ class Client:
 class Toy:
     """A world with a register and a client."""
 
-    def __init__(self, seed: int = 1, trace: Trace | None = None, client_clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        seed: int = 1,
+        trace: Trace | None = None,
+        client_clock: Clock | None = None,
+        wire: str = "messages",
+    ) -> None:
         self.world = World(seed, trace)
         self.network_faults = NetworkFaults()
         self.storage_faults = StorageFaults()
         network = Network(self.world, self.network_faults)
-        self.cluster = Cluster(self.world, network, Witness(Properties()))
+        carry = Http2(self.world.randomness.split("http2")) if wire == "h2" else Exchange
+        self.cluster = Cluster(self.world, network, Witness(Properties()), carry)
         self.register = self._host("register", REGISTER, lambda start: Register(start.stored))
         self.client = self._host("client", CLIENT, lambda *_: Client())
         if client_clock is not None:
@@ -125,9 +135,10 @@ def run_with_faults(
     seed: int,
     trace: Trace | None = None,
     faults: tuple[str, ...] = ("slow", "breaks", "storage", "crash", "pause", "block"),
+    wire: str = "messages",
 ) -> Toy:
     """Run a world in which these go wrong now and then."""
-    toy = Toy(seed, trace)
+    toy = Toy(seed, trace, wire=wire)
     random = Randomness(seed).split("faults")
     if "slow" in faults:
         toy.network_faults.slow = 0.1

@@ -1,0 +1,184 @@
+"""Clusters whose calls go as octets of HTTP/2: the same properties, and those of the wire itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from kvsp_core.heads import Request, Response
+from kvsp_h2.events import (
+    BodyEnded,
+    DataReceived,
+    Event,
+    ExchangeEnded,
+    RequestReceived,
+    ResponseReceived,
+)
+from kvsp_sim.octets import End
+from kvsp_sim.property import Violation
+from kvsp_sim.simulate import Options, run_seed
+from kvsp_sim.streams import Streams
+from tests.adapters.sim.toy import run_with_faults
+
+SEEDS = 3
+MORE_SEEDS = 33
+CHUNK = 10
+
+REQUEST = Request(method="PUT", path="value", traceparent="00-1-1-01")
+RESPONSE = Response(status=200)
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_every_seed_holds(seed: int) -> None:
+    outcome = run_seed(seed, Options(wire="h2", steps=1_000))
+    assert outcome.failure is None, f"\n{outcome}"
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("first", range(SEEDS, MORE_SEEDS, CHUNK))
+def test_more_seeds_hold(first: int) -> None:
+    for seed in range(first, first + CHUNK):
+        outcome = run_seed(seed, Options(wire="h2"))
+        assert outcome.failure is None, f"\n{outcome}"
+
+
+@pytest.mark.parametrize("seed", [0])
+def test_where_nothing_goes_wrong_no_call_fails(seed: int) -> None:
+    outcome = run_seed(seed, Options(wire="h2", faults="none"))
+    assert outcome.failure is None, f"\n{outcome}"
+    assert outcome.counts["requests served"] == outcome.counts["requests"] > 0
+    assert outcome.counts.get("calls failed", 0) == 0
+
+
+def test_a_seed_gives_one_history_under_any_hash_seed() -> None:
+    program = (
+        "from kvsp_sim.simulate import *; o = run_seed(5, Options(wire='h2', steps=500)); "
+        "print(o.trace_hash, o.steps, o.failure)"
+    )
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("0", "1")
+    }
+    assert len(printed) == 1
+
+
+# The wire itself
+
+
+def streams(*, body: bytes = b"12", answer: bytes = b"3456") -> Streams:
+    """Return a connection on whose one stream these were given, whole."""
+    noted = Streams(Counter())
+    noted.give_head(1, REQUEST)
+    noted.give(1, body, by_client=True, end=True)
+    noted.give_head(1, RESPONSE)
+    noted.give(1, answer, by_client=False, end=True)
+    return noted
+
+
+ARRIVING: tuple[tuple[bool, Event], ...] = (
+    (False, RequestReceived(1, REQUEST, False)),
+    (False, DataReceived(1, memoryview(b"1"))),
+    (False, DataReceived(1, memoryview(b"2"))),
+    (False, BodyEnded(1)),
+    (False, ExchangeEnded(1, True, 4)),
+    (True, ResponseReceived(1, RESPONSE, False)),
+    (True, DataReceived(1, memoryview(b"3456"))),
+    (True, BodyEnded(1)),
+    (True, ExchangeEnded(1, True, 2)),
+)
+
+
+def test_what_arrives_as_it_was_given_is_right() -> None:
+    noted = streams()
+    for at_client, event in ARRIVING:
+        noted.check(event, at_client=at_client)
+
+
+@pytest.mark.parametrize(
+    ("number", "event"),
+    [
+        (0, RequestReceived(1, Request(method="PUT", path="other"), False)),
+        (0, RequestReceived(1, REQUEST, True)),
+        (2, DataReceived(1, memoryview(b"1"))),
+        (2, BodyEnded(1)),
+        (4, ExchangeEnded(1, True, 3)),
+        (5, ResponseReceived(1, Response(status=404), False)),
+        (6, DataReceived(1, memoryview(b"3465"))),
+        (7, DataReceived(1, memoryview(b"7"))),
+        (6, ExchangeEnded(1, True, 2)),
+    ],
+)
+def test_what_arrives_otherwise_is_found(number: int, event: Event) -> None:
+    noted = streams()
+    for at_client, before in ARRIVING[:number]:
+        noted.check(before, at_client=at_client)
+    with pytest.raises(Violation, match="octets_arrive_as_given"):
+        noted.check(event, at_client=ARRIVING[number][0])
+
+
+def test_an_event_after_the_end_of_an_exchange_is_found() -> None:
+    noted = streams()
+    for at_client, event in ARRIVING:
+        noted.check(event, at_client=at_client)
+    with pytest.raises(Violation, match="after the end"):
+        noted.check(BodyEnded(1), at_client=True)
+
+
+def test_a_request_that_is_acted_on_twice_is_found() -> None:
+    told: Counter[str] = Counter()
+    for number in (1, 2):
+        noted = Streams(told)
+        noted.give_head(1, REQUEST)
+        if number == 1:
+            noted.check(RequestReceived(1, REQUEST, False), at_client=False)
+        else:
+            with pytest.raises(Violation, match="a_call_arrives_once"):
+                noted.check(RequestReceived(1, REQUEST, False), at_client=False)
+
+
+# Its faults
+
+
+def arrived(monkeypatch: pytest.MonkeyPatch, faults: tuple[str, ...]) -> list[tuple[bytes, bytes]]:
+    """Return what was written to each direction of each connection, and what was read there."""
+    written: dict[tuple[int, bool], bytearray] = {}
+    read: dict[tuple[int, bool], bytearray] = {}
+    links: list[object] = []
+
+    def note(table: dict[tuple[int, bool], bytearray], link: object, direction: bool, octets: bytes) -> None:
+        if link not in links:
+            links.append(link)
+        table.setdefault((links.index(link), direction), bytearray()).extend(octets)
+
+    write, take = End._write, End._read
+
+    def noting_write(end: End, octets: bytes) -> None:
+        note(written, end._link, end._is_client, octets)
+        write(end, octets)
+
+    def noting_read(end: End, octets: bytes) -> None:
+        if not end.host.process.paused:
+            note(read, end._link, not end._is_client, octets)
+        take(end, octets)
+
+    monkeypatch.setattr(End, "_write", noting_write)
+    monkeypatch.setattr(End, "_read", noting_read)
+    for seed in range(4):
+        run_with_faults(seed, faults=faults, wire="h2")
+    return [(bytes(octets), bytes(read.get(which, b""))) for which, octets in written.items()]
+
+
+def test_of_a_connection_that_breaks_a_first_part_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = arrived(monkeypatch, ("slow", "breaks", "pause", "block"))
+    assert all(octets.startswith(read) for octets, read in found)
+    assert any(0 < len(read) < len(octets) for octets, read in found)
