@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
-import attrs
-
 from kvsp_core.container import BlockArrived as ContainerEnded
 from kvsp_core.container import BlockRefused, IncomingBlock
 from kvsp_core.container import LayerArrived as LayerComplete
@@ -202,11 +200,11 @@ class _Dialer:
 class _Call(CarriedCall):
     """A call on its stream."""
 
-    __slots__ = ("_block", "_collected", "_digests", "_pooled", "_request", "_response", "_wire")
+    __slots__ = ("_block", "_collected", "_digests", "_name", "_pooled", "_response", "_wire")
 
     def __init__(self, wire: Http2, caller: Host, call: Call, body: bytes, number: int) -> None:
         super().__init__(caller, call, body)
-        self._request = attrs.evolve(call.request, traceparent=f"00-{number:032x}-{number:016x}-01")
+        self._name = f"00-{number:032x}-{number:016x}-01"
         self._wire = wire
         self._pooled: PooledCall | None = None
         self._response: Response | None = None
@@ -221,7 +219,13 @@ class _Call(CarriedCall):
             caller.later(caller.network.faults.most_us, self.fail, "no connection")
             return
         cut = random.below(len(body)) if body and random.chance(_IN_TWO) else 0
-        self._pooled = pool.call(self._request, body[:cut] or body, on_event=self._receive, end=not cut)
+        self._pooled = pool.call(
+            self.call.request,
+            body[:cut] or body,
+            on_event=self._receive,
+            end=not cut,
+            traceparent=self._name,
+        )
         if cut:
             self._pooled.send_data(body[cut:], end=True)
 

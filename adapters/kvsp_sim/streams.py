@@ -76,8 +76,8 @@ class Streams:
             _fail(f"{event!r} after the end")
         body = stream.answered if at_client else stream.asked
         match event:
-            case RequestReceived(_, request, ended):
-                self._check_told(request)
+            case RequestReceived(_, request, ended, name):
+                self._check_told(name or "")
                 _check_head(stream.heads[:1], request)
                 if ended and not body.is_whole:
                     _fail("a request lost its body")
@@ -99,11 +99,10 @@ class Streams:
             case _:
                 pass
 
-    def _check_told(self, request: Request) -> None:
-        name = request.traceparent or ""
+    def _check_told(self, name: str) -> None:
         self._told[name] += 1
         if self._told[name] > 1:
-            raise Violation("a_call_arrives_once", f"a server was told twice of {request.method}")
+            raise Violation("a_call_arrives_once", "a server was told twice of a request")
 
 
 def _check_head(given: list[Request | Response], arrived: Request | Response) -> None:

@@ -28,7 +28,7 @@ SEEDS = 3
 MORE_SEEDS = 33
 CHUNK = 10
 
-REQUEST = Request(method="PUT", path="value", traceparent="00-1-1-01")
+REQUEST = Request(method="PUT", path="value")
 RESPONSE = Response(status=200)
 
 
