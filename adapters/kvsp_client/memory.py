@@ -91,7 +91,7 @@ class PrefixMemory:
 
 
 class MemoryPool:
-    """Memory that is used again: the system's work for fresh memory costs more than what is done with it.
+    """Memory that is used again: of fresh memory the system makes every page first, when it is written to.
 
     It keeps `keep_bytes` of what is given back.
     """

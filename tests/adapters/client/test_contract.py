@@ -40,6 +40,11 @@ FAULTS = {
 }
 
 
+def stall_ms_of(fault: str) -> int:
+    """Return how long a holder may be silent: briefly only where it is, since a busy machine is slow too."""
+    return 200 if fault in ("silent", "stall") else 30_000
+
+
 def same(one: PrefixMemory, other: PrefixMemory, blocks: int | None = None) -> bool:
     end = one.blocks if blocks is None else blocks
     return all(
@@ -111,7 +116,7 @@ def test_where_a_holder_fails_the_next_is_asked(kind: str, fault: str, served: S
         assert same(memory, stored), "no layer of the other replica is left among them"
         assert client.stats().failed_attempts == {FAULTS[fault][1]: 3}
 
-    play(kind, served, scenario, stall_ms=200)
+    play(kind, served, scenario, stall_ms=stall_ms_of(fault))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -132,7 +137,7 @@ def test_what_nobody_has_ends_the_prefix_with_a_reason(kind: str, fault: str, se
         assert same(memory, stored, 2)
         assert client.stats().missed_blocks == {FAULTS[fault][0]: 1, MissReason.AFTER_GAP: 1}
 
-    play(kind, served, scenario, stall_ms=200)
+    play(kind, served, scenario, stall_ms=stall_ms_of(fault))
 
 
 def test_a_block_without_replicas_is_not_found(kind: str, served: Served) -> None:
