@@ -13,6 +13,7 @@ FULL = [
     "reshard",
     "reshard-member",
     "reshard-roles",
+    "reshard-roles-controller",
     "session",
     "session-partition",
     "session-controller",
@@ -21,8 +22,8 @@ FULL = [
     "lease",
 ]
 
-LONG = ["reshard-roles-controller", "reshard-roles-member"]
-"""Those that take longer than the others together."""
+LONG = ["reshard-roles-member"]
+"""Those that the long profile alone goes through."""
 
 
 def check(name: str, bounds: Bounds) -> None:
