@@ -114,7 +114,8 @@ class Blocks:
     def step(self, drawn: random.Random) -> None:
         """Store a block, or ask for one."""
         choice = drawn.random()
-        if choice < 0.3 or not self.kept:
+        # Seldomer the more there are: each has to be refreshed at the index in time, however long it lasts.
+        if choice < 0.3 / (1 + len(self.kept) / 200) or not self.kept:
             self.store(drawn)
         elif choice < 0.8:
             with self._lock:
