@@ -254,8 +254,9 @@ class BlockingFetch:
         with self._fetch.turn:
             while (found := look()) is None:
                 left_s = None if until is None else until - time.monotonic()
-                if not self._fetch.turn.wait(left_s):
+                if left_s is not None and left_s <= 0:
                     raise TimeoutError
+                self._fetch.turn.wait(left_s)
         return found
 
 

@@ -479,7 +479,7 @@ class Connection:
             return
         self._count_reset()
         exchange.was_reset = True
-        refused = self._CLIENT and code == ErrorCodes.REFUSED_STREAM
+        refused = self._CLIENT and code == ErrorCodes.REFUSED_STREAM and not exchange.head_received
         self._finish(exchange, reason=f"reset by the peer: {_name(code)}", unprocessed=refused)
 
     def _receive_goaway(self, last_stream_id: int, code: int) -> None:
@@ -491,7 +491,8 @@ class Connection:
         if self._CLIENT:
             for exchange in [e for i, e in self._exchanges.items() if i > last_stream_id]:
                 reason = self._parting_words or "the server is going away"
-                self._finish(exchange, reason=reason, unprocessed=True)
+                # Who has begun to answer has acted on it, whatever it says.
+                self._finish(exchange, reason=reason, unprocessed=not exchange.head_received)
         if not self._exchanges:
             self._end(self._parting_words)
 

@@ -80,9 +80,8 @@ class HeadDecoder:
             self._kept.clear()
             self._rests.clear()
         elif head.size_bytes <= _KEPT_BYTES and block:
-            if varies and [pair for pair in head.headers if pair[0] == _VARYING] == [head.headers[-1]]:
-                # No other representation ends in these octets and means this field, so it begins where they
-                # do, and what is before them means the rest.
+            if varies and [pair for pair in head.headers if pair[0] == _VARYING] == [(_VARYING, value)]:
+                # The field with this value ends the block, so what is before these octets means the rest.
                 rest = ReceivedHead(head.headers[:-1])
                 _keep(self._rests, block[:begins], rest)
                 return rest, value

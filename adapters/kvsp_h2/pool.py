@@ -22,6 +22,8 @@ __all__ = ["Call", "Link", "Pool", "PoolLimits"]
 
 _ATTEMPTS: Final = 3
 """How often a request is sent at most, where no server has acted on it before."""
+_KEPT_BYTES: Final = 1 << 20
+"""Of a body that goes out as fast as it is handed over; more is not kept to be sent again."""
 
 
 @attrs.frozen(kw_only=True)
@@ -59,6 +61,7 @@ class Call:
         "_attempts",
         "_expects",
         "_kept",
+        "_kept_bytes",
         "_link",
         "_on_event",
         "_pieces",
@@ -86,6 +89,7 @@ class Call:
         """The body as long as it may have to be sent, or sent again."""
         self._kept = True
         """Whether all of the body that was handed over is kept; it is not where it comes bit by bit."""
+        self._kept_bytes = 0
         self._link: Link | None = None
         self._stream_id = self._attempts = 0
 
@@ -101,7 +105,10 @@ class Call:
             self._let_go()  # the server was asked first, and would have to be asked again
         if self._kept:
             self._pieces.append((data, end))
+            self._kept_bytes += memoryview(data).nbytes
         room = self._link.http.send_data(self._stream_id, data, end=end)
+        if room and not end and self._kept_bytes > _KEPT_BYTES:
+            self._let_go()
         self._link.flush()
         return room
 
@@ -152,7 +159,7 @@ class Call:
 
     def _let_go(self) -> None:
         """Keep the body no longer: its owner hands it over bit by bit, as there is room."""
-        self._kept = False
+        self._kept, self._kept_bytes = False, 0
         self._pieces.clear()
 
     def receive(self, event: Event) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable
 from typing import Final, Generic, TypeVar
@@ -60,7 +61,7 @@ class SecureConnection(Generic[HTTP]):
         self._clear_text: bytes | None = None
         """What a peer that does not speak TLS is told, instead of anything else."""
         self._ended = self._dropped = self._closed_tls = False
-        self._undecrypted = False
+        self._undecrypted = self._eof = False
         self._put_off = _NOTHING
         """Decrypted octets that wait for the next turn."""
         self._room = limits.turn_bytes
@@ -104,8 +105,11 @@ class SecureConnection(Generic[HTTP]):
             self._fail(str(failure), now_ms)
 
     def receive_eof(self, now_ms: int) -> None:
-        """Take the end of what the peer sends."""
-        if self.http is not None:
+        """Take the end of what the peer sends; what came before it and waits is told first."""
+        if self.http is not None and self._undecrypted and not self.http.ended:
+            self._eof, self._now_ms = True, now_ms
+            self.http.frames_left = sys.maxsize
+        elif self.http is not None:
             self.http.receive_eof(now_ms)
         elif not self._ended:
             self._end("the connection was closed by the peer", now_ms)
@@ -184,6 +188,9 @@ class SecureConnection(Generic[HTTP]):
 
     def _decrypt(self, http: HTTP) -> None:
         """Decrypt some of what has come for HTTP/2, whose events are told before the next."""
+        if http.ended:  # `scratch` is another's now where this one ended out of turn
+            self._undecrypted, self._put_off = False, _NOTHING
+            return
         tls = self._tls
         dry = False
         try:
@@ -213,7 +220,7 @@ class SecureConnection(Generic[HTTP]):
             self._undecrypted = False
         elif dry and not self._put_off:
             self._undecrypted = False
-            if tls.eof:
+            if tls.eof or self._eof:
                 http.receive_eof(self._now_ms)
 
     def _pass_on(self, http: HTTP, octets: memoryview) -> None:

@@ -31,6 +31,7 @@ pieces = st.sampled_from(
         b"\x10\x0btraceparent\x37" + TRACES[1],
         b"\x10\x0btraceparent\x37" + bytes(55),
         b"\x10\x01a\x45\x10\x0btraceparent\x37" + TRACES[0],  # in a value
+        b"\x10\x0btraceparent\x49junk\x10\x0btraceparent\x37" + TRACES[0],  # in a value of its own
         b"\x0f\x2f\x01e",  # the name of the newest entry, not indexed
         b"\x40\x01k\x7f\xe1\x1f" + bytes(4192),  # an entry larger than the table, which it clears
     ]
@@ -95,6 +96,14 @@ def test_a_head_is_told_apart_from_its_traceparent_where_that_is_the_only_one(
         head, trace = decoder.decode(encoder.encode([(b"a", b"b"), twice], TRACES[0].decode()))
         assert (trace is None) == (twice[0] == b"traceparent")
         assert len(head.headers) == (3 if trace is None else 2)
+
+
+def test_a_traceparent_that_holds_what_looks_like_another_is_the_one_it_is() -> None:
+    looks_like = b"\x10\x0btraceparent\x37" + TRACES[0]
+    octets = b"\x82\x10\x0btraceparent\x49junk" + looks_like
+    decoder = HeadDecoder(Decoder())
+    for _ in range(2):
+        assert meant(decoder, octets) == [(b":method", b"GET"), (b"traceparent", b"junk" + looks_like)]
 
 
 def test_heads_that_are_kept_apart_from_their_traceparents_are_bounded() -> None:

@@ -14,7 +14,7 @@ from kvsp_h2 import (
     ResponseReceived,
 )
 from kvsp_h2.pool import Call, Pool
-from tests.adapters.h2.pair import BASE_URI, Pair, ok
+from tests.adapters.h2.pair import BASE_URI, Pair, frame, ok
 
 PUT = Request(method="PUT", path="blocks/b1", content_type="x/y")
 
@@ -86,6 +86,13 @@ class _Link:
         return id(self._pair)
 
 
+def answer_body(pair: Pair) -> bytes:
+    """Return the body of the newest request."""
+    asked = pair.server.of(RequestReceived)[-1]
+    assert isinstance(asked, RequestReceived)
+    return bytes(pair.server.bodies[asked.stream_id])
+
+
 def answer(pair: Pair) -> bytes:
     """Answer the one request there is; return its body."""
     (asked,) = pair.server.of(RequestReceived)
@@ -119,6 +126,22 @@ def test_what_a_server_that_goes_away_has_not_acted_on_is_sent_again(
     assert [type(event) for event in caller.told].count(ResponseReceived) == 1
 
 
+@pytest.mark.parametrize(
+    "left", [frame(7, 0, 0, bytes(8)), frame(3, 0, 1, b"\0\0\0\7")], ids=["GOAWAY", "REFUSED_STREAM"]
+)
+def test_what_a_server_has_begun_to_answer_is_not_sent_again(left: bytes) -> None:
+    caller = Caller()
+    caller.put(b"head and data")
+    pair = caller.connect()
+    caller.carry(pair)
+    pair.serving.respond(1, ok(10), b"five ", end=False)
+    caller.carry(pair)
+    pair.calling.receive_data(left, 0)
+    caller.carry(pair)
+    assert [(end.complete, end.unprocessed) for end in caller.ends] == [(False, False)]
+    assert [type(event) for event in caller.told].count(ResponseReceived) == 1
+
+
 def test_what_was_handed_over_bit_by_bit_is_not_sent_again() -> None:
     caller = Caller()
     first = caller.connect_and_use()
@@ -126,3 +149,16 @@ def test_what_was_handed_over_bit_by_bit_is_not_sent_again() -> None:
     first.serving.shutdown(0)
     caller.carry(first)
     assert [(end.complete, end.unprocessed) for end in caller.ends] == [(False, True)]
+
+
+def test_of_a_body_that_comes_bit_by_bit_little_is_kept() -> None:
+    caller = Caller()
+    pair = caller.connect_and_use()
+    call = caller.pool.call(PUT, b"first", on_event=caller.told.append, end=False)
+    for _ in range(20):
+        assert call.send_data(bytes(100_000))
+        caller.carry(pair)
+    assert sum(len(data) for data, _ in call._pieces) <= 1 << 20
+    call.send_data(b"last", end=True)
+    caller.carry(pair)
+    assert len(answer_body(pair)) == 5 + 2_000_000 + 4

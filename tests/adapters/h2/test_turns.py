@@ -21,11 +21,11 @@ RST = 3
 WIDE = WireLimits(stream_window_bytes=64 << 20, connection_window_bytes=64 << 20)
 
 
-def joined(certificates: Certificates, limits: WireLimits) -> Pair:
+def joined(certificates: Certificates, limits: WireLimits, client_limits: WireLimits = WIDE) -> Pair:
     server, client = (certificates.credentials(c) for c in (certificates.server, certificates.client))
     pair = Pair(
         server=secure_server(server, SERVER_URI, 0, limits=limits),
-        client=secure_client(client, SERVER_URI, 0, limits=WIDE),
+        client=secure_client(client, SERVER_URI, 0, limits=client_limits),
     )
     pair.run()
     pair.later(1)
@@ -200,6 +200,48 @@ def test_a_connection_that_ends_while_input_waits_has_nothing_to_go_on_with(
     assert server.ended
     assert not server.input_waits  # type: ignore[union-attr]
     assert server.next_deadline_ms() != 0
+
+
+@pytest.mark.parametrize("step_by_step", [False, True])
+def test_answers_that_came_before_the_end_are_told_before_it(
+    certificates: Certificates, step_by_step: bool
+) -> None:
+    pair = joined(certificates, WIDE, WireLimits(turn_frames=3))
+    for _ in range(25):
+        pair.calling.request(GET)
+    pair.server.connection.receive_data(all_of(pair.client), 0)
+    pair.server.drain()
+    for asked in pair.server.of(RequestReceived):
+        pair.serving.respond(asked.stream_id, ok(4), b"body")  # type: ignore[attr-defined]
+    octets = all_of(pair.server)
+    pair.calling.step_by_step = step_by_step  # type: ignore[misc]
+    pair.client.connection.receive_data(octets, 0)
+    pair.client.drain()
+    assert pair.client.connection.input_waits  # type: ignore[union-attr]
+    pair.client.connection.receive_eof(0)
+    pair.client.drain()
+    ends = pair.client.of(ExchangeEnded)
+    assert [end.complete for end in ends] == [True] * 25  # type: ignore[attr-defined]
+    assert pair.client.of(ConnectionEnded)
+
+
+def test_what_ends_out_of_its_turn_leaves_the_memory_that_is_shared(certificates: Certificates) -> None:
+    """Another connection's events may lie in it that nobody has looked at yet."""
+    shared = memoryview(bytearray(b"x" * (256 << 10)))
+    server, client = (certificates.credentials(c) for c in (certificates.server, certificates.client))
+    pair = Pair(
+        server=secure_server(server, SERVER_URI, 0, limits=WireLimits(turn_frames=3), scratch=shared),
+        client=secure_client(client, SERVER_URI, 0),
+    )
+    pair.run()
+    for _ in range(10):
+        pair.calling.request(GET)
+    pair.server.connection.receive_data(all_of(pair.client), 0)
+    shared[:] = b"x" * len(shared)
+    pair.serving.abort("for a test", 0)
+    pair.server.drain()
+    assert bytes(shared) == b"x" * len(shared)
+    assert pair.server.of(ConnectionEnded)
 
 
 def test_the_last_words_of_a_connection_wait_for_no_turn(certificates: Certificates) -> None:
