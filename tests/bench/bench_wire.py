@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from kvsp_services.demo.cluster import free_ports
 from kvsp_services.pki import init_ca, issue
 from tests.bench import Row, left_out, row, tool
 from tests.bench.wire_server import BLOCKS, CLIENT_URI, LOOKUP, path_of
@@ -340,12 +341,6 @@ def medians(candidates: Mapping[str, Callable[[], float]], rounds: int = ROUNDS)
         for name, measure in candidates.items():
             found[name].append(measure())
     return {name: statistics.median(values) for name, values in found.items()}
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 def wait_for(port: int) -> None:

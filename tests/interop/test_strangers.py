@@ -29,6 +29,7 @@ from kvsp_core.container import ContainerHeader, OutgoingBlock, encode_container
 from kvsp_core.heads import Request
 from kvsp_core.identity import CompatibilityDescriptor
 from kvsp_h2 import Credentials, DataReceived, Event, ExchangeEnded, ResponseReceived
+from kvsp_services.demo.cluster import free_ports
 from kvsp_services.pki import init_ca, issue
 from tests.bench.wire_server import BLOCKS, LOOKUP, path_of
 
@@ -62,14 +63,6 @@ DIGEST = "sha-256=:" + base64.b64encode(hashlib.sha256(BLOCK).digest()).decode()
 
 def needs(program: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(shutil.which(program) is None, reason=f"{program} is not installed")
-
-
-def free_ports(count: int) -> list[int]:
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 class Deployment:

@@ -7,6 +7,7 @@ of its own. Processes are started, killed and asked as an operator would.
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -16,7 +17,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -41,7 +42,9 @@ from kvsp_h2 import Credentials
 from kvsp_services.asking import Asker
 from kvsp_services.pki import init_ca, issue
 
-__all__ = ["INSTANCES", "Cluster", "Member"]
+__all__ = ["INSTANCES", "Cluster", "Member", "free_ports"]
+
+_DRAWN: Final = random.SystemRandom()
 
 INSTANCES: Final = ("alpha", "beta", "gamma")
 _ROLES: Final[Mapping[str, tuple[str, ...]]] = {
@@ -118,7 +121,7 @@ class Cluster:
         self.model_dir = model_dir.resolve()
         self._loop = loop
         self._status_ttl_ms = status_ttl_ms
-        ports = iter(_free_ports(2 * len(_ROLES) + 1))
+        ports = iter(free_ports(2 * len(_ROLES) + 1))
         self.members: dict[str, Member] = {}
         self.uris: dict[str, str] = {}
         for name in _ROLES:
@@ -413,9 +416,14 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
-def _free_ports(count: int) -> list[int]:
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
+def free_ports(count: int) -> list[int]:
+    """Return ports of the loopback interface on which nobody listens now.
+
+    They are below those that the system gives to connections, one of which might have it a moment later.
+    """
+    found: set[int] = set()
+    while len(found) < count:
+        port = _DRAWN.randrange(10_000, 32_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            found.add(port)
+    return list(found)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import httpx
 
+from kvsp_services.demo.cluster import free_ports
 from kvsp_services.pki import init_ca, issue
 
 __all__ = ["OPERATOR", "Cluster", "free_ports", "until"]
@@ -20,15 +20,6 @@ __all__ = ["OPERATOR", "Cluster", "free_ports", "until"]
 TIMEOUT_S = 120
 """For whatever should come soon: the machine may be busy."""
 OPERATOR = "spiffe://example/operator"
-
-
-def free_ports(count: int) -> list[int]:
-    """Return ports that nobody listens on now."""
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 def until(check: Callable[[], bool], seconds: float = TIMEOUT_S) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -47,6 +46,7 @@ from kvsp_core.roles.role import (
     StreamEnded,
 )
 from kvsp_h2 import Credentials
+from kvsp_services.demo.cluster import free_ports
 from kvsp_services.driver import Driver
 from kvsp_services.loops import AsyncioLoop, TrioLoop, Workers
 from kvsp_services.pki import init_ca, issue
@@ -234,16 +234,11 @@ def calls_of(base_uri: str) -> list[Call]:
     ]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.mark.requirement("HT-1", "HT-2", "HT-3")
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_role_is_served_and_called(loop: str, tmp_path: Path) -> None:
-    base_uri = f"https://127.0.0.1:{free_port()}/deep/path/kvsp/"
+    (port,) = free_ports(1)
+    base_uri = f"https://127.0.0.1:{port}/deep/path/kvsp/"
     init_ca(tmp_path)
     issue(tmp_path, uri=base_uri, name="shelf")
     issue(tmp_path, uri="spiffe://example/visitor", name="visitor")
