@@ -295,8 +295,13 @@ class Driver:
         if request := self._requests.pop(number, None):
             request.over()
             if self._log is not None:
-                took_ms = self._loop.now_ms() - request.began_ms
-                self._log.request_over(exchange.request, request.traceparent, request.status, took_ms)
+                self._log.request_over(
+                    exchange.request,
+                    request.traceparent,
+                    request.status,
+                    began_ms=request.began_ms,
+                    now_ms=self._loop.now_ms(),
+                )
             self.handle(RequestEnded(number, complete, sent_bytes))
 
     def _request_of(self, exchange: Incoming) -> IncomingRequest | None:
@@ -369,7 +374,8 @@ class Driver:
             call.traceparent,
             None if response is None else response.status,
             over.failure,
-            self._loop.now_ms() - over.began_ms,
+            began_ms=over.began_ms,
+            now_ms=self._loop.now_ms(),
         )
 
     # Jobs of tiers

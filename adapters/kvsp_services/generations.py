@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Final
 
 import anyio
 import structlog
@@ -21,15 +21,18 @@ from kvsp_core.roles import front_end as roles
 from kvsp_services.driver import Driver
 from kvsp_services.logs import REQUEST_ID
 from kvsp_services.openai_api import Ended, Failed, GenerationEvent, GenerationRequest, Started, Token
-from kvsp_services.request_log import new_traceparent, request_id_of
+from kvsp_services.request_log import OVERLOADED, new_traceparent, request_id_of
 
 __all__ = ["Generations", "serve_api"]
+
+_GIVEN_UP: Final = "given up"
 
 
 class Generations:
     """The generations of one front end. `driver` is what drives its role; a rebuilt one takes its place.
 
-    `scope_id` is the scope that requests are in. The end of each is logged.
+    `scope_id` is the scope that requests are in. The end of each is logged; at level debug only where it was
+    refused with 503, for which there is no bound.
     """
 
     def __init__(self, scope_id: str) -> None:
@@ -48,7 +51,8 @@ class Generations:
 
     @asynccontextmanager
     async def generate(self, asked: GenerationRequest) -> AsyncIterator[AsyncIterator[GenerationEvent]]:
-        """Start a generation; leaving the context gives up what is left of it."""
+        """Start a generation; leaving the context gives up what is left of it. Who leaves it without an
+        error has all that was wanted, as when a stop string has come."""
         self._last += 1
         number = self._last
         # No more events come than tokens were asked for, so this needs no bound of its own.
@@ -74,10 +78,12 @@ class Generations:
         try:
             async with received:
                 yield counted
+            counted.left()
         finally:
             if self._streams.pop(number, None) is not None:
                 self._tell(roles.Abandon(number))
-            self._log.info(
+            say = self._log.debug if counted.overloaded else self._log.info
+            say(
                 "generation",
                 outcome=counted.outcome,
                 tokens=counted.tokens,
@@ -128,7 +134,8 @@ class _Counted:
     def __init__(self, events: AsyncIterator[GenerationEvent]) -> None:
         self._events = events
         self.tokens = 0
-        self.outcome = "given up"
+        self.outcome = _GIVEN_UP
+        self.overloaded = False
 
     def __aiter__(self) -> AsyncIterator[GenerationEvent]:
         return self
@@ -142,9 +149,15 @@ class _Counted:
                 self.outcome = reason
             case Failed(status, detail):
                 self.outcome = f"{status} {detail}"
+                self.overloaded = status == OVERLOADED
             case _:
                 pass
         return event
+
+    def left(self) -> None:
+        """Take note that no more events are wanted."""
+        if self.outcome == _GIVEN_UP:
+            self.outcome = "stop"
 
 
 async def serve_api(

@@ -70,6 +70,13 @@ class Hider:
         return f"<hidden {digest.hex()[:_MARK_DIGITS]}>"
 
 
+def _timestamp_first(
+    _logger: object, _method: str, event: MutableMapping[str, Any]
+) -> MutableMapping[str, Any]:
+    """Have lines begin with their time, so that those of many roles are brought into order by `sort`."""
+    return {"timestamp": event.pop("timestamp"), **event}
+
+
 def configure_logs(
     level: LogLevel = "info", form: LogFormat = "json", output: TextIO | None = None
 ) -> structlog.stdlib.BoundLogger:
@@ -84,6 +91,7 @@ def configure_logs(
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.format_exc_info,
+        _timestamp_first,
         hider,
     ]
     renderer: Any = structlog.processors.JSONRenderer()

@@ -153,14 +153,19 @@ def issue(
 
 def check_principal(uri: str) -> None:
     """Raise `PKIError` where this can be no principal: neither an ``https`` base URI nor a SPIFFE ID."""
-    parts = urlsplit(uri)
+    expected = "expected an https base URI, such as https://h1.example/kvsp/, or a SPIFFE ID"
+    try:
+        parts = urlsplit(uri)
+        _ = parts.port, x509.UniformResourceIdentifier(uri)  # which raise where there can be none
+    except ValueError:
+        raise PKIError(expected) from None
     if parts.scheme == "https":
         try:
             parse_base_uri(uri)
         except KVSPError as error:
             raise PKIError(str(error)) from None
     elif parts.scheme != "spiffe" or not parts.hostname:
-        raise PKIError("expected an https base URI, such as https://h1.example/kvsp/, or a SPIFFE ID")
+        raise PKIError(expected)
 
 
 def check_name(name: str) -> None:
@@ -171,8 +176,12 @@ def check_name(name: str) -> None:
 
 def check_host(host: str) -> None:
     """Raise `PKIError` where this is neither an IP address nor a DNS name."""
-    if not _HOST.fullmatch(host) and not isinstance(_host_name(host), x509.IPAddress):
-        raise PKIError("expected a DNS name or an IP address")
+    if _HOST.fullmatch(host):
+        return
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        raise PKIError("expected a DNS name or an IP address") from None
 
 
 def _host_name(host: str) -> x509.GeneralName:

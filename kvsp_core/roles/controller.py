@@ -525,9 +525,10 @@ class Controller:
         ):  # a session of a scope that is not the client's is, for it, not there
             self._work.emit(refuse(asked.request_id, _NO_SESSION))
             return
-        ledger.cause = asked.traceparent or ledger.cause
         event = sessions.CheckpointReceived(asked.client, checkpoint)
         effects = self._sessions.apply(ledger, event, now_ms)
+        if any(isinstance(effect, sessions.Acknowledge) for effect in effects):
+            ledger.cause = asked.traceparent or ledger.cause
         self._follow(operation.session, effects, asked.request_id)
 
     def _opened_by(self, client: str, checkpoint: SessionCheckpoint, now_ms: int) -> SessionLedger | None:

@@ -148,7 +148,7 @@ class Sessions:
             self._work.emit(refuse(request_id, problem))
             return
         session = self._sessions.get(name) or ServedSession(name=name)
-        session.cause = cause or session.cause
+        session.asked = cause
         refusal = self._refusal(checkpoint.compat_id, checkpoint.scope_id, session, now_ms)
         event = resume.ResumeReceived(epoch=body.epoch, checkpoint=checkpoint, refusal=refusal)
         self._advance(session, event, now_ms, request_id=request_id)
@@ -167,7 +167,7 @@ class Sessions:
                 self._work.emit(refuse(request_id, Problem(NOT_FOUND, "the session is not served here")))
                 return
             session = session or ServedSession(name=name)
-        session.cause = cause or session.cause
+        session.asked = cause
         if body.sampler is not None and body.epoch > getattr(session.state, "epoch", 0):
             assert body.compat_id is not None
             assert body.scope_id is not None
@@ -215,7 +215,10 @@ class Sessions:
                 self._prompt_came(session, request_id, body.prompt, now_ms)
             elif isinstance(state, resume.NeedsPrompt):
                 self._ask_prompt(session)
+            else:
+                session.belong()
             return
+        session.belong()
         self._begin_stream(session, request_id, body.from_index, now_ms)
 
     def _begin_stream(self, session: ServedSession, request_id: int, from_index: int, now_ms: int) -> None:
@@ -242,12 +245,11 @@ class Sessions:
         matches = keys == state.checkpoint.prompt_blocks and chain.tail == state.checkpoint.prompt_tail
         if matches:
             session.prompt = prompt
+            session.belong()
         self._advance(session, resume.PromptReceived(state.epoch, matches), now_ms, request_id=request_id)
 
     def _ask_prompt(self, session: ServedSession) -> None:
-        problem = Problem(
-            PRECONDITION_REQUIRED, "prompt: blocks of it are gone; send the prompt tokens again"
-        )
+        problem = Problem(PRECONDITION_REQUIRED, "prompt: blocks of it are gone; send its tokens again")
         for request_id, _ in session.waiting:
             self._work.emit(refuse(request_id, problem))
         session.waiting.clear()
@@ -270,6 +272,7 @@ class Sessions:
         for effect in effects:
             match effect:
                 case resume.Accepted():
+                    session.belong()
                     if isinstance(event, resume.ResumeReceived) and request_id is not None:
                         self._work.emit(done(request_id, 202))
                 case resume.Refused(problem):

@@ -30,6 +30,8 @@ class ServedSession:
     request_ref: str | None = None
     cause: str | None = None
     """What the request belongs to that it answers: a ``traceparent``."""
+    asked: str | None = None
+    """What the request belongs to that was taken in last, accepted or not."""
     gate: output.OutputGate | None = None
     chain: BlockKeyChain | None = None
     """Over all tokens with a position so far; None where the session has not begun to run."""
@@ -59,6 +61,10 @@ class ServedSession:
     """Whether the lifecycle counts it."""
     forget_at_ms: int | None = None
     due_ms: int | None = None
+
+    def belong(self) -> None:
+        """Belong to the request that was taken in last, which is accepted, where that says what it is of."""
+        self.cause = self.asked or self.cause
 
     @property
     def scope(self) -> str | None:

@@ -151,7 +151,14 @@ CASES: list[tuple[list[str], int, str]] = [
     (["pki", "issue", "."], 2, "Missing option '--uri'"),
     (["pki", "issue", ".", "--uri", "foo"], 2, "expected an https base URI"),
     (["pki", "issue", ".", "--uri", "https://h1.example/kvsp"], 2, "a base URI ends in '/'"),
-    (["pki", "issue", ".", "--uri", NOBODY, "--host", "a b"], 2, "expected a DNS name or an IP address"),
+    *[
+        (["pki", "issue", ".", "--uri", uri], 2, "expected an https base URI")
+        for uri in ("https://[x", "spiffe://[x", "spiffe://h:abc/x", "spiffe://h/ü", "spiffe:///x")
+    ],
+    *[
+        (["pki", "issue", ".", "--uri", NOBODY, "--host", host], 2, "expected a DNS name or an IP address")
+        for host in ("a b", "ü", "[::1]", "")
+    ],
     (["pki", "issue", ".", "--uri", NOBODY, "--name", "a/b"], 2, "give --name a plain word"),
     (["pki", "issue", ".", "--uri", NOBODY, "--days", "9999999"], 2, "Invalid value for '--days'"),
     (["serve", "none"], 2, "does not exist"),

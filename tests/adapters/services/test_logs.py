@@ -5,7 +5,10 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import structlog
@@ -75,6 +78,29 @@ def test_plain_words_stay() -> None:
     hider = Hider()
     for plain in ("https://h1.example:8443/kvsp/", "lease quota exceeded", 12, 0.5, None, True):
         assert hider.hidden(plain) == plain
+
+
+def test_the_command_of_the_docs_brings_the_lines_of_many_roles_into_order(tmp_path: Path) -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "operations.md").read_text()
+    (command,) = re.findall(r"^\$ (grep -h .*)$", page, re.MULTILINE)
+    request = command.split()[2]
+    steps = [("instance", 2), ("controller", 1), ("index", 1), ("instance", 3), ("controller", 2)]
+    for step, (role, status) in enumerate(steps):
+        output = io.StringIO()
+        log = configure_logs(output=output).bind(role=role)
+        log.warning("call", operation="Lookup", status=status, step=step, request_id=request)
+        log.warning("call", operation="Lookup", request_id="0" * 32)
+        with (tmp_path / f"{role}.log").open("a") as file:
+            file.write(output.getvalue())
+    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert [json.loads(line)["step"] for line in done.stdout.splitlines()] == [0, 1, 2, 3, 4]
+
+
+def test_lines_of_other_libraries_begin_with_their_time_too() -> None:
+    output = io.StringIO()
+    configure_logs(output=output).info("ours")
+    logging.getLogger("somebody.else").warning("theirs")
+    assert [next(iter(event)) for event in logged(output)] == ["timestamp", "timestamp"]
 
 
 def test_the_level_is_a_threshold() -> None:

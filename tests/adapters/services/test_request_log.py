@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import logging
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -14,14 +17,17 @@ import structlog
 
 from kvsp_core.heads import Request, Response, is_traceparent
 from kvsp_core.identity import Scope
+from kvsp_core.roles.front_end import Generate
 from kvsp_core.roles.role import CallFailed, RequestReceived, Respond
 from kvsp_engines.prepare import prepare_tiny
 from kvsp_services.driver import Driver
 from kvsp_services.generations import Generations
 from kvsp_services.logs import configure_logs
-from kvsp_services.request_log import RequestLog, new_traceparent, request_id_of
+from kvsp_services.openai_api import Ended, Failed, GenerationEvent, GenerationRequest, Token, make_app
+from kvsp_services.request_log import MAX_KINDS, QUIET_MS, RequestLog, new_traceparent, request_id_of
 from tests.adapters.services.cluster import OPERATOR, Cluster, free_ports, until
-from tests.adapters.services.test_driver import PEER, TRACE, FakeExchange, World, call
+from tests.adapters.services.test_driver import GET, PEER, TRACE, FakeExchange, World, call
+from tests.adapters.services.test_openai_api import Letters
 
 LOOKUP = Request(method="POST", path="lookup", content_type="application/kvsp+json", content_length=9)
 ID = request_id_of(TRACE)
@@ -108,6 +114,61 @@ def test_a_call_that_is_given_up_is_no_failure() -> None:
     assert logged.lines == []
 
 
+@pytest.mark.parametrize("everything", [False, True])
+def test_of_a_peer_that_is_away_there_is_a_warning_now_and_then(everything: bool) -> None:
+    logged = Logged(everything=everything)
+    away, other = "https://away.example/kvsp/", "https://other.example/kvsp/"
+    numbers = count(1)
+
+    def fail(base_uri: str, request: Request) -> None:
+        logged.world.do(call(next(numbers), base_uri=base_uri, request=request))
+        logged.world.peers.calls[-1][2].failed("too many calls wait for this service")
+
+    def warned() -> list[tuple[object, object, object]]:
+        lines = [line for line in logged.lines if line["level"] == "warning"]
+        return [(line["to"], line["operation"], line.get("left_out")) for line in lines]
+
+    for _ in range(100):
+        fail(away, LOOKUP)
+    fail(away, GET)
+    fail(other, LOOKUP)
+    first = [
+        ("away.example", "Lookup", None),
+        ("away.example", "unknown resource", None),
+        ("other.example", "Lookup", None),
+    ]
+    assert warned() == first
+    logged.world.loop.time_ms += QUIET_MS - 1
+    fail(away, LOOKUP)
+    assert warned() == first
+    logged.world.loop.time_ms += 1
+    fail(away, LOOKUP)
+    fail(away, LOOKUP)
+    assert warned() == [*first, ("away.example", "Lookup", 100)]
+    assert len(logged.lines) == (105 if everything else 4)
+
+
+def test_of_requests_that_a_role_cannot_answer_there_is_a_warning_now_and_then() -> None:
+    logged = Logged(everything=False)
+    for _ in range(100):
+        logged.serve(500)
+    assert len(logged.lines) == 1
+    logged.world.loop.time_ms += QUIET_MS
+    logged.serve(500)
+    assert [line.get("left_out") for line in logged.lines] == [None, 99]
+
+
+def test_peers_without_end_give_no_warnings_without_end() -> None:
+    output = io.StringIO()
+    configure_logs(output=output)
+    log = RequestLog("index", everything=False)
+    for now_ms in (0, QUIET_MS):
+        for number in range(2 * MAX_KINDS):
+            log.call_over(f"https://h{number}/", LOOKUP, None, None, "away", began_ms=now_ms, now_ms=now_ms)
+        assert len(log._quiet._kinds) <= MAX_KINDS + 1
+    assert len(output.getvalue().splitlines()) <= 2 * (MAX_KINDS + 1)
+
+
 @pytest.mark.parametrize("traceparent", [TRACE, None])
 def test_a_role_is_told_what_a_request_belongs_to(traceparent: str | None) -> None:
     logged = Logged(everything=True)
@@ -141,8 +202,8 @@ def test_a_role_that_fails_says_in_the_course_of_which_request(item: type) -> No
 
 def test_an_id_comes_from_the_source_that_is_given() -> None:
     assert new_traceparent(lambda count: bytes(range(1, count + 1))) == (
-        "00-0102030405060708090a0b0c0d0e0f10-1112131415161718-01"
-    )
+        "00-0102030405060708090a0b0c0d0e0f10-1112131415161718-00"
+    ), "of what begins here nobody exports a span"
     assert is_traceparent(new_traceparent().encode())
 
 
@@ -153,6 +214,72 @@ def test_what_a_client_says_is_taken_where_it_is_well_formed(said: str | None) -
     begun = generations.belongs_to(said)
     assert begun != said
     assert is_traceparent(begun.encode())
+
+
+TOKENS = [Token(ord(letter)) for letter in "Paris, of course."]
+
+
+@pytest.mark.parametrize(
+    ("events", "stop", "level", "outcome"),
+    [
+        ([*TOKENS, Ended("stop")], None, "info", "stop"),
+        ([*TOKENS, Ended("length")], None, "info", "length"),
+        ([*TOKENS, Ended("length")], ", of", "info", "stop"),
+        ([Failed(502, "broken")], None, "info", "502 broken"),
+        ([Failed(503, "full")], None, None, None),
+        ([Failed(503, "full")], None, "debug", "503 full"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_how_a_generation_ended_is_logged_but_for_those_of_which_there_is_no_end(
+    events: list[GenerationEvent], stop: str | None, level: str | None, outcome: str | None, stream: bool
+) -> None:
+    output = io.StringIO()
+    configure_logs("debug" if level == "debug" else "info", output=output)
+    generations = Generations("scope")
+
+    def handle(item: object) -> None:
+        if isinstance(item, Generate):
+            for event in events:
+                generations._send(item.generation, event, last=not isinstance(event, Token))
+
+    generations.driver = SimpleNamespace(stopped=False, handle=handle)  # type: ignore[assignment]
+    app = make_app(
+        model="m",
+        text=Letters(),
+        generate=generations.generate,
+        context_tokens=100,
+        vocabulary=0x110000,
+        belongs_to=lambda said: TRACE,
+    )
+
+    async def ask() -> int:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            body = {"model": "m", "prompt": "x", "stop": stop, "stream": stream}
+            return (await client.post("/v1/completions", json=body)).status_code
+
+    failed = [event.status for event in events if isinstance(event, Failed)]
+    assert asyncio.run(ask()) == (failed or [200])[0]
+    lines = [json.loads(line) for line in output.getvalue().splitlines()]
+    said = [(line["level"], line["outcome"], line["request_id"]) for line in lines]
+    assert said == ([] if level is None else [(level, outcome, ID)])
+
+
+@pytest.mark.parametrize("error", [GeneratorExit, asyncio.CancelledError])
+def test_a_generation_whose_client_goes_is_given_up(error: type[BaseException]) -> None:
+    output = io.StringIO()
+    configure_logs(output=output)
+    generations = Generations("scope")
+    generations.driver = SimpleNamespace(stopped=False, handle=lambda item: None)  # type: ignore[assignment]
+    asked = GenerationRequest(prompt=(1, 2), method="greedy", params={}, seed=0, traceparent=TRACE)
+
+    async def leave() -> None:
+        async with generations.generate(asked):
+            raise error
+
+    with pytest.raises(error):
+        asyncio.run(leave())
+    assert json.loads(output.getvalue())["outcome"] == "given up"
 
 
 # Over roles

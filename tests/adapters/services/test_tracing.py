@@ -29,6 +29,7 @@ from kvsp_core.roles.role import (
     ReadBlock,
     Respond,
 )
+from kvsp_services.request_log import new_traceparent
 from kvsp_services.tracing import Traces, open_traces
 from tests.adapters.services import test_cache_server
 from tests.adapters.services.cluster import OPERATOR, Cluster, until
@@ -105,6 +106,28 @@ def test_a_request_is_in_the_trace_of_who_calls(traces: Traces, exporter: InMemo
     assert served.parent is not None
     assert served.parent.span_id == called.context.span_id
     assert not served.status.is_ok
+
+
+@pytest.mark.parametrize(
+    ("sampler", "traced"),
+    [("parentbased_always_on", 0), ("always_on", 2), ("traceidratio", 2), ("always_off", 0)],
+)
+def test_behind_a_role_that_exports_nothing_a_role_traces_by_its_own_sampler(
+    sampler: str, traced: int, exporter: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    traces = Traces(provider.get_tracer("test"), "index")
+    begun = new_traceparent()
+    belongs_to = traces.request_received(1, HEAD, begun)
+    sent = traces.call_begun(attrs.evolve(call(7), traceparent=belongs_to), None)
+    traces.call_ended(7, 200)
+    traces.request_ended(1, complete=True)
+    assert len(exporter.get_finished_spans()) == traced
+    for field in (belongs_to, sent.traceparent):
+        assert named(field)[0] == named(begun)[0]
+        assert (field or "").endswith("-01" if traced else "-00")
 
 
 def test_a_call_is_in_the_trace_of_the_request_that_its_role_makes_it_for(

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+import pytest
+
 from kvsp_core.answers import empty_response, json_response
+from kvsp_core.ext_messages import OutputRequest
 from kvsp_core.machines.prefetch import PrefetchLimits
 from kvsp_core.messages import ResumeRequest
 from kvsp_core.resources import (
@@ -21,11 +24,12 @@ from kvsp_core.resources import (
     RoleName,
     Router,
     StoreBlock,
+    StreamOutput,
 )
 from kvsp_core.roles import engine
 from kvsp_core.roles.role import AnswerReceived, Call
 from tests.unit.roles import test_controller as controller
-from tests.unit.roles.instance_world import CACHE, PC, SESSION, World, key_of
+from tests.unit.roles.instance_world import CACHE, FE, PC, SESSION, World, key_of
 from tests.unit.roles.test_front_end import Client, info, placed
 from tests.unit.roles.test_instance import KEYS, PROMPT, checkpoint, directive
 
@@ -93,6 +97,23 @@ def test_a_session_that_moves_belongs_to_what_was_placed_and_after_a_restart_to_
     assert talk.call_to(controller.B, "resume").traceparent == TWO
 
 
+def test_a_checkpoint_that_is_refused_says_nothing_of_what_its_session_belongs_to() -> None:
+    talk = controller.Talk()
+    talk.report(controller.A)
+    talk.traceparent = ONE
+    session = talk.place()
+    talk.write(session, 5)
+    talk.traceparent = TWO
+    assert talk.write(session, 5, 6, epoch=2) == "409"
+    talk.report(controller.B)
+    assert talk.write(session, 5, 6, client=controller.B) == "403"
+    talk.traceparent = THREE
+    talk.pass_time(2000)
+    talk.report(controller.B)
+    talk.pass_time(1001)
+    assert talk.call_to(controller.B, "resume").traceparent == ONE
+
+
 # The instance
 
 
@@ -158,6 +179,43 @@ def test_what_is_loaded_for_a_session_that_moves_belongs_to_it() -> None:
     world.acknowledge_checkpoints()
     for kind in (Lookup, CreateLease, GetBlock, RecordCheckpoint):
         assert {call.traceparent for call, _ in made(world, kind)} == {ONE}, kind
+
+
+def test_a_resume_that_is_refused_says_nothing_of_what_its_session_belongs_to() -> None:
+    world = World()
+    for world.traceparent, epoch, tokens, status in (
+        (ONE, 2, (1, 2, 3), 202),
+        (TWO, 1, (1,), 409),
+        (THREE, 2, (1, 2), 409),
+    ):
+        body = ResumeRequest(epoch=epoch, checkpoint=checkpoint(tokens))
+        request, _ = world.ask(PC, ResumeSession(SESSION), body)
+        assert world.status_of(request) == status
+    world.load(*key_of((*PROMPT, 1, 2, 3)), holder=CACHE)
+    world.run_jobs()
+    world.acknowledge_checkpoints()
+    assert {call.traceparent for call, _ in made(world, RecordCheckpoint)} == {ONE}
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_request_for_output_that_is_refused_says_nothing_either(loaded: bool) -> None:
+    """One of another epoch, and one that brings another prompt."""
+    world = World()
+    world.traceparent = ONE
+    world.ask(PC, ResumeSession(SESSION), ResumeRequest(epoch=2, checkpoint=checkpoint((1, 2, 3))))
+    world.traceparent = TWO
+    for epoch, prompt in ((1, None), (2, (*PROMPT, 9))):
+        body = OutputRequest(from_index=0, epoch=epoch, prompt=prompt)
+        request, _ = world.ask(FE, StreamOutput(SESSION), body)
+        assert world.status_of(request) == 409
+    world.traceparent = THREE if loaded else None
+    if loaded:
+        world.ask(FE, StreamOutput(SESSION), OutputRequest(from_index=0, epoch=2))
+    world.load(*key_of((*PROMPT, 1, 2, 3)), holder=CACHE)
+    world.run_jobs()
+    world.acknowledge_checkpoints()
+    expected = {THREE} if loaded else {ONE}
+    assert {call.traceparent for call, _ in made(world, RecordCheckpoint)} == expected
 
 
 def made(world: World, kind: type[T]) -> list[tuple[Call, T]]:
