@@ -32,12 +32,13 @@ class Generations:
     """The generations of one front end. `driver` is what drives its role; a rebuilt one takes its place.
 
     `scope_id` is the scope that requests are in. The end of each is logged; at level debug only where it was
-    refused with 503, for which there is no bound.
+    refused with 503, for which there is no bound: `refused` is called for each of those.
     """
 
-    def __init__(self, scope_id: str) -> None:
+    def __init__(self, scope_id: str, refused: Callable[[], None] = lambda: None) -> None:
         self.driver: Driver | None = None
         self._scope_id = scope_id
+        self._refused = refused
         self._last = 0
         self._log = structlog.get_logger().bind(role="front_end")
         self._streams: dict[int, MemoryObjectSendStream[GenerationEvent]] = {}
@@ -82,6 +83,8 @@ class Generations:
         finally:
             if self._streams.pop(number, None) is not None:
                 self._tell(roles.Abandon(number))
+            if counted.overloaded:
+                self._refused()
             say = self._log.debug if counted.overloaded else self._log.info
             say(
                 "generation",

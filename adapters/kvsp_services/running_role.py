@@ -122,7 +122,8 @@ class RunningRole:
         if isinstance(section, FrontEndSection):
             if not process.scopes:
                 raise KVSPError(f"[{name}]: it needs a scope to ask in; add [[scopes]] with its key_file")
-            self.generations = Generations(process.scopes[0].scope_id)
+            refused = partial(process.metrics.count, "front_end_refused")
+            self.generations = Generations(process.scopes[0].scope_id, refused)
 
     def build(self) -> None:
         """Make the role from its store, and drive it."""

@@ -236,7 +236,8 @@ def test_how_a_generation_ended_is_logged_but_for_those_of_which_there_is_no_end
 ) -> None:
     output = io.StringIO()
     configure_logs("debug" if level == "debug" else "info", output=output)
-    generations = Generations("scope")
+    refused: list[int] = []
+    generations = Generations("scope", lambda: refused.append(503))
 
     def handle(item: object) -> None:
         if isinstance(item, Generate):
@@ -260,6 +261,7 @@ def test_how_a_generation_ended_is_logged_but_for_those_of_which_there_is_no_end
 
     failed = [event.status for event in events if isinstance(event, Failed)]
     assert asyncio.run(ask()) == (failed or [200])[0]
+    assert refused == [status for status in failed if status == 503]
     lines = [json.loads(line) for line in output.getvalue().splitlines()]
     said = [(line["level"], line["outcome"], line["request_id"]) for line in lines]
     assert said == ([] if level is None else [(level, outcome, ID)])
