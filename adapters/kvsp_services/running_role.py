@@ -36,7 +36,7 @@ from kvsp_services.openai_api import make_app
 from kvsp_services.pki import check_certificate
 from kvsp_services.request_log import RequestLog, request_id_of
 from kvsp_services.stores.blocks import BlockTier
-from kvsp_services.stores.durable import DurableStore, GroupCommitter, NoStore
+from kvsp_services.stores.durable import DurableStore, GroupCommitter, NoStore, StoreReplaced
 from kvsp_services.tracing import TracedDriver
 from kvsp_services.wire import ServedRole, ServicePeers
 
@@ -258,6 +258,9 @@ class RunningRole:
         self.trouble = "being rebuilt"
         if self.generations is not None:
             self.generations.fail_all()
+        if isinstance(error, StoreReplaced):  # what is there now may not be what was acknowledged
+            self._process.give_up(f"[{self.name}] cannot be rebuilt: {error}")
+            return
         now = time.monotonic()
         self._rebuilt.append(now)
         while self._rebuilt[0] < now - REBUILD_WINDOW_S:

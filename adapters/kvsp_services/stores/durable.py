@@ -7,6 +7,9 @@ a power cut.
 
 A value is a log of one piece. Rows are named by a keyed hash and sealed, so the file shows neither sessions
 nor tokens. One process has a file at a time; another can back it up while it is in use.
+
+A backup, and a file that was closed in order, need no write-ahead log and say so in their header; a file in
+use, or left by a crash, does not. So a log that is found beside the former belongs to another file.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -24,7 +27,7 @@ from kvsp_core.errors import LocalProtocolError
 from kvsp_core.roles.role import Append, Delete, Put, Write
 from kvsp_services.stores.sealing import SALT_BYTES, Sealer, StorageError, derive_key, hidden_name
 
-__all__ = ["MIGRATIONS", "DurableStore", "GroupCommitter", "NoStore", "back_up"]
+__all__ = ["MIGRATIONS", "DurableStore", "GroupCommitter", "NoStore", "StoreReplaced", "back_up"]
 
 APPLICATION_ID: Final = 0x4B565350  # "KVSP"
 MIGRATIONS: Final[tuple[str, ...]] = (
@@ -38,18 +41,36 @@ MIGRATIONS: Final[tuple[str, ...]] = (
 
 _BUSY_S: Final = 5
 _OWNER_CONTEXT: Final = b"owner"
+_WITHOUT_LOG: Final = "PRAGMA journal_mode = DELETE"
+_WRITE_VERSION_AT: Final = 18
+"""Where the header of an SQLite file says whether a write-ahead log belongs to it: 2 if so, else 1."""
+
+
+class StoreReplaced(StorageError):
+    """The files of a store are not where they were when it was opened: somebody removed or replaced them.
+
+    Nothing may be opened in their place without an operator having looked.
+    """
 
 
 class DurableStore:
     """One role's durable state in one file. Its methods block; `GroupCommitter` has a thread for them.
 
     `owner` is the base URI of the role; a file of another role is refused. Raises `StorageError` where the
-    file is in use, of a newer version, of another owner, or does not open with the storage key.
+    file is in use, of a newer version, of another owner, or does not open with the storage key; where it is
+    gone but was there before; and where the write-ahead log beside it is another file's.
     """
 
     def __init__(self, path: Path, storage_key: bytes, owner: str) -> None:
+        self._path = path
+        self._files = (path, _beside(path, "-wal"))
+        self._identities: list[tuple[int, int]] | None = None
+        self._lengths: dict[bytes, int] = {}
+        """Of the values and logs there are; of most others nothing is remembered."""
+        _make(path)
         self._lock = _lock(path)
         try:
+            _check_log(path)
             self._database = _connect(path)
         except BaseException:
             os.close(self._lock)
@@ -61,19 +82,21 @@ class DurableStore:
             self._names = derive_key(storage_key, "names of durable state", salt)
             self._sealer = Sealer(derive_key(storage_key, "durable state", salt))
             self._check_owner(path, owner)
+            self._identities = self._identify()
         except BaseException:
             self.close()
             raise
-        self._path = path
-        self._files = (path, path.with_name(f"{path.name}-wal"))
-        self._identities = self._identify()
-        self._lengths: dict[bytes, int] = {}
-        """Of the values and logs there are; of most others nothing is remembered."""
 
     def _identify(self) -> list[tuple[int, int]]:
         """Return which files the names of the database and its log lead to now."""
         with _storage_errors(self._path):
             return [(found.st_dev, found.st_ino) for found in map(os.stat, self._files)]
+
+    def _is_in_place(self) -> bool:
+        try:
+            return self._identities in (None, self._identify())
+        except StorageError:
+            return False
 
     def _salt(self) -> bytes:
         self._database.execute("INSERT OR IGNORE INTO fact VALUES ('salt', ?)", (os.urandom(SALT_BYTES),))
@@ -114,22 +137,31 @@ class DurableStore:
     def commit(self, batches: Iterable[Sequence[Write]]) -> None:
         """Make these batches durable, all or none, with one sync.
 
-        Raises `StorageError` where that failed, or the file is not where it was. It is then not known what is
-        stored: discard the store and the role, and open them anew.
+        Raises `StorageError` where that failed: it is then not known what is stored; discard the store and
+        the role, and open them anew. Raises `StoreReplaced` where the file is not where it was.
         """
-        with _storage_errors(self._path):
-            self._database.execute("BEGIN IMMEDIATE")
-            try:
-                for batch in batches:
-                    for write in batch:
-                        self._apply(write)
-                self._database.execute("COMMIT")
-            except BaseException:
-                if self._database.in_transaction:
-                    self._database.execute("ROLLBACK")
-                raise
-        if self._identify() != self._identities:  # else it would be written where nobody finds it again
-            raise StorageError(f"{self._path} was replaced while it was in use; stop a role before that")
+        try:
+            with _storage_errors(self._path):
+                self._write(batches)
+        finally:
+            if not self._is_in_place():  # what was written is where nobody finds it again
+                raise StoreReplaced(
+                    f"{self._path} was replaced while it was in use; stop a role before that"
+                    if self._path.exists()
+                    else f"{self._path} is gone; put a backup in its place (kvsp backup makes them)"
+                )
+
+    def _write(self, batches: Iterable[Sequence[Write]]) -> None:
+        self._database.execute("BEGIN IMMEDIATE")
+        try:
+            for batch in batches:
+                for write in batch:
+                    self._apply(write)
+            self._database.execute("COMMIT")
+        except BaseException:
+            if self._database.in_transaction:
+                self._database.execute("ROLLBACK")
+            raise
 
     def _apply(self, write: Write) -> None:
         name = hidden_name(self._names, write.table, write.key)
@@ -184,6 +216,9 @@ class DurableStore:
 
     def close(self) -> None:
         """Close the file and let others have it; once is enough."""
+        if self._is_in_place():
+            with suppress(sqlite3.Error):  # a backup under way, or a full disk: the log then stays
+                self._database.execute(_WITHOUT_LOG)
         self._database.close()
         lock, self._lock = self._lock, -1
         if lock >= 0:
@@ -195,19 +230,8 @@ def back_up(path: Path, target: Path) -> None:
     storage key. Where that fails there is no such file."""
     if not path.exists():
         raise StorageError(f"{path} does not exist")
-    if target.exists():
-        raise StorageError(f"{target} exists; name a new file")
-    os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-    with _storage_errors(path):
-        source, copy = sqlite3.connect(f"file:{path}?mode=ro", uri=True), sqlite3.connect(target)
-        try:
-            source.backup(copy)
-        except BaseException:
-            target.unlink()
-            raise
-        finally:
-            source.close()
-            copy.close()
+    _check_log(path)
+    _copy(path, target)
 
 
 class GroupCommitter:
@@ -290,9 +314,61 @@ def _storage_errors(path: Path) -> Iterator[None]:
         raise StorageError(f"{error.filename or path}: {error.strerror}") from error
 
 
+def _beside(path: Path, ending: str) -> Path:
+    return path.with_name(path.name + ending)
+
+
+def _make(path: Path) -> None:
+    """Make the file where it was never there; it is there before its lock is."""
+    with _storage_errors(path):
+        left = [_beside(path, ending) for ending in (".lock", "-wal") if _beside(path, ending).exists()]
+        if left and not path.exists():  # an empty one would forget what was acknowledged
+            raise StorageError(
+                f"{path} is gone; put a backup in its place (kvsp backup makes them),"
+                f" or remove {' and '.join(map(str, left))} to begin empty"
+            )
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+
+
+def _check_log(path: Path) -> None:
+    """Refuse a file that the write-ahead log beside it does not belong to: together they are neither.
+
+    Not for a file that this process has open in SQLite, whose locks would be lost.
+    """
+    log = _beside(path, "-wal")
+    with _storage_errors(path):
+        if not log.exists() or not log.stat().st_size:
+            return
+        with path.open("rb") as file:
+            has_log = file.read(_WRITE_VERSION_AT + 1)[_WRITE_VERSION_AT:] == b"\2"
+    if not has_log:
+        raise StorageError(
+            f"{log} belongs to a file that {path.name} has replaced; to go on with {path.name} as it is,"
+            f" remove {log.name} and {path.name}-shm"
+        )
+
+
+def _copy(path: Path, target: Path) -> None:
+    """Copy a store to a new file, of which nothing stays where that fails."""
+    if target.exists():
+        raise StorageError(f"{target} exists; name a new file, or move that away")
+    with _storage_errors(path):
+        os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        try:
+            with (
+                closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as source,
+                closing(sqlite3.connect(target)) as copy,
+            ):
+                source.backup(copy)
+                copy.execute(_WITHOUT_LOG)
+        except BaseException:
+            target.unlink()
+            raise
+
+
 def _lock(path: Path) -> int:
     try:
-        descriptor = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+        descriptor = os.open(_beside(path, ".lock"), os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         raise StorageError(f"{path}: {error.strerror}") from error
     try:
@@ -305,7 +381,6 @@ def _lock(path: Path) -> int:
 
 def _connect(path: Path) -> sqlite3.Connection:
     with _storage_errors(path):
-        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
         database = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = FULL")
@@ -324,7 +399,7 @@ def _migrate(database: sqlite3.Connection, path: Path) -> None:
             f"{path} is of version {version}, and this program knows {len(MIGRATIONS)}; update it"
         )
     if 0 < version < len(MIGRATIONS):
-        back_up(path, path.with_name(f"{path.name}.version-{version}"))
+        _copy(path, _beside(path, f".version-{version}"))
     for number in range(version, len(MIGRATIONS)):
         # A step that fails leaves its transaction open; closing the connection takes it back.
         database.executescript(

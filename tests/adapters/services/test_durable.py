@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import sqlite3
+import stat
 import subprocess
 import sys
 import threading
@@ -20,7 +22,7 @@ from hypothesis import strategies as st
 from kvsp_core.errors import LocalProtocolError
 from kvsp_core.roles.role import Append, Delete, Put, Write
 from kvsp_services.stores import durable
-from kvsp_services.stores.durable import DurableStore, GroupCommitter, back_up
+from kvsp_services.stores.durable import DurableStore, GroupCommitter, StoreReplaced, back_up
 from kvsp_services.stores.sealing import StorageError
 from tests.adapters.services.lossy_disk import RecordingDisk, supported
 
@@ -232,9 +234,101 @@ def test_nothing_is_told_once_the_file_is_not_where_it_was(path: Path, suffix: s
     file.rename(path.with_name("away"))
     if replaced:
         file.write_bytes(octets)
-    with pytest.raises(StorageError, match=r"replaced while it was in use|No such file"):
+    with pytest.raises(StoreReplaced, match=r"replaced while it was in use|is gone; put a backup"):
         store.commit([[Put("map", "b", b"2")]])
     store.close()
+
+
+def left_by_a_crash(path: Path, directory: Path) -> Path:
+    """Copy what is on disk while a store is in use, as kill -9 leaves it, to a directory of its own."""
+    directory.mkdir()
+    for file in path.parent.glob(f"{path.name}*"):
+        shutil.copy(file, directory)
+    return directory / path.name
+
+
+def test_a_directory_that_was_copied_with_its_log_opens(path: Path, tmp_path: Path) -> None:
+    with closing(open_store(path)) as store:
+        store.commit([[Put("map", "a", b"1")]])
+        copied = left_by_a_crash(path, tmp_path / "copied")
+    assert copied.with_name("state.sqlite-wal").stat().st_size
+    assert reopened(copied) == {"map": {"a": b"1"}}
+
+
+@pytest.mark.requirement("CP-2")
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("closed_file", [False, True])
+def test_a_file_is_not_opened_with_the_log_of_another(
+    path: Path, tmp_path: Path, in_place: bool, closed_file: bool
+) -> None:
+    backup = tmp_path / "backup"
+    with closing(open_store(path)) as store:
+        store.commit([[Put("map", "a", b"1")]])
+        if not closed_file:
+            back_up(path, backup)
+    if closed_file:
+        shutil.copy(path, backup)
+    with closing(open_store(path)) as store:
+        store.commit([[Put("map", str(number), bytes(5000))] for number in range(9)])
+        left = left_by_a_crash(path, tmp_path / "left")
+    if in_place:
+        shutil.copyfile(backup, left)  # as cp does: it stays the same file
+    else:
+        backup.rename(left)
+    log = left.with_name("state.sqlite-wal")
+    octets = log.read_bytes()
+    for _ in range(2):
+        with pytest.raises(StorageError, match=r"has replaced; .* remove .*-wal and .*-shm"):
+            reopened(left)
+        with pytest.raises(StorageError, match="has replaced"):
+            back_up(left, tmp_path / "mixed")
+    assert log.read_bytes() == octets
+    assert not (tmp_path / "mixed").exists()
+    log.unlink()
+    left.with_name("state.sqlite-shm").unlink()
+    assert reopened(left) == {"map": {"a": b"1"}}
+
+
+@pytest.mark.requirement("CP-2")
+def test_a_backup_put_in_place_of_a_store_in_use_is_not_mixed_with_it(path: Path, tmp_path: Path) -> None:
+    store = open_store(path)
+    store.commit([[Put("map", "a", b"1")]])
+    back_up(path, tmp_path / "backup")
+    (tmp_path / "backup").rename(path)
+    with pytest.raises(StoreReplaced):
+        store.commit([[Put("map", str(number), bytes(5000))] for number in range(9)])
+    store.close()
+    with pytest.raises(StorageError, match="has replaced"):
+        reopened(path)
+
+
+@pytest.mark.requirement("CP-2")
+@pytest.mark.parametrize("kept", [".lock", "-wal"])
+def test_a_file_that_is_gone_is_not_made_anew(path: Path, kept: str) -> None:
+    with closing(open_store(path)) as store:
+        store.commit([[Put("map", "a", b"1")]])
+        octets = path.with_name(path.name + "-wal").read_bytes()
+    path.unlink()
+    path.with_name(path.name + ".lock").unlink()
+    left = path.with_name(path.name + kept)
+    left.write_bytes(octets)
+    for _ in range(2):
+        with pytest.raises(StorageError, match=rf"is gone; put .* or remove .*{kept} to begin empty"):
+            open_store(path)
+        assert not path.exists()
+    left.unlink()
+    assert reopened(path) == {}
+
+
+def test_a_store_that_fails_to_open_lets_go_of_its_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: DurableStore) -> list[tuple[int, int]]:
+        raise StorageError("Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(DurableStore, "_identify", fails)
+        with pytest.raises(StorageError, match="Input/output"):
+            open_store(path)
+    open_store(path).close()
 
 
 def test_a_backup_is_taken_while_the_store_is_in_use(path: Path) -> None:
@@ -248,6 +342,22 @@ def test_a_backup_is_taken_while_the_store_is_in_use(path: Path) -> None:
     assert target.stat().st_mode & 0o077 == 0
     with pytest.raises(StorageError, match="exists"):
         back_up(path, target)
+
+
+def test_a_backup_is_of_the_file_with_that_name(tmp_path: Path) -> None:
+    path, target = tmp_path / "state?mode=rwc#%41.sqlite", tmp_path / "copy.sqlite"
+    with closing(open_store(path)) as store:
+        store.commit([[Put("map", "a", b"1")]])
+        back_up(path, target)
+    assert reopened(target) == {"map": {"a": b"1"}}
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_backup_that_cannot_be_opened_leaves_no_file(path: Path, tmp_path: Path) -> None:
+    os.mknod(path, stat.S_IFSOCK | 0o600)
+    with pytest.raises(StorageError, match="unable to open"):
+        back_up(path, tmp_path / "copy.sqlite")
+    assert not (tmp_path / "copy.sqlite").exists()
 
 
 # Many commits, one sync ---------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from kvsp_services.config import read_config
 from kvsp_services.metrics import Metrics
 from kvsp_services.process import running
 from kvsp_services.running_role import MAX_REBUILDS
+from kvsp_services.stores.durable import back_up
 from kvsp_services.stores.sealing import StorageError
 from tests.adapters.services.cluster import Cluster
 
@@ -69,5 +70,30 @@ def test_a_role_whose_file_is_gone_does_not_begin_anew_with_an_empty_one(tmp_pat
                 await process.stopping.wait()
             assert "is gone; put a backup in its place" in (process.failure or "")
             assert not list(Path(config.data_dir).glob("controller.sqlite"))
+
+    anyio.run(main, backend="trio")
+
+
+@pytest.mark.requirement("CP-2")
+def test_a_role_whose_file_was_replaced_is_not_rebuilt_from_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = Cluster(tmp_path, {"index": "", "controller": 'index = ["{index}"]'}, POLICY)
+    config = read_config(cluster.config)
+
+    async def main() -> None:
+        async with running(config, Metrics()) as (process, _):
+            await process.start()
+            _, controller = process.roles
+            assert controller.served is not None
+            monkeypatch.setattr(controller, "build", lambda: pytest.fail("it was rebuilt"))
+            path = Path(config.data_dir) / "controller.sqlite"
+            back_up(path, tmp_path / "backup")
+            (tmp_path / "backup").rename(path)
+            controller.served.driver._order(Persist((Put("session", "a", b"1"),)))
+            with anyio.fail_after(60):
+                await process.stopping.wait()
+            assert "was replaced while it was in use" in (process.failure or "")
+            assert controller.served.driver.stopped
 
     anyio.run(main, backend="trio")
