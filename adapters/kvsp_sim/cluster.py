@@ -92,7 +92,6 @@ class Options:
     steps: int = 2_000
     instances: int = 3
     holders: int = 2
-    front_ends: int = 1
     users: int = 4
     faults: str = "all"
     wire: str = "messages"
@@ -521,7 +520,7 @@ class _Names:
     def __init__(self, options: Options) -> None:
         self.holders = tuple(f"https://holder{n}.example/" for n in range(options.holders))
         self.instances = tuple(f"https://instance{n}.example/" for n in range(options.instances))
-        self.front_ends = tuple(f"https://front{n}.example/" for n in range(options.front_ends))
+        self.front_ends = ("https://front0.example/",)
 
     def places(self, scopes: tuple[Scope, ...], descriptor: CompatibilityDescriptor) -> Places:
         """Return who is where."""

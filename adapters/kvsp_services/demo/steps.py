@@ -24,7 +24,7 @@ class Scale:
 
 
 FAST: Final = Scale(
-    document_tokens=900, answer_tokens=16, long_answer_tokens=360, kill_after=5, patience_s=180
+    document_tokens=900, answer_tokens=16, long_answer_tokens=240, kill_after=5, patience_s=180
 )
 """For the tiny model."""
 REAL: Final = Scale(

@@ -8,9 +8,11 @@ import os
 import subprocess
 import sys
 
+import attrs
 import pytest
 
 from kvsp_sim.cluster import SimulatedCluster
+from kvsp_sim.commands import simulate_command
 from kvsp_sim.simulate import Options, Outcome, run_seed
 from kvsp_sim.trace import Trace
 
@@ -34,6 +36,12 @@ def check(outcome: Outcome) -> None:
 def test_every_seed_holds(first: int) -> None:
     for seed in range(first, first + CHUNK):
         check(run_seed(seed, Options()))
+
+
+def test_the_options_of_a_run_that_failed_are_what_the_command_takes() -> None:
+    options = Options(steps=7, instances=5, holders=0, users=2, faults="network", wire="h2")
+    taken = simulate_command.make_context("simulate", options.as_text().split()).params
+    assert {name: taken[name] for name in attrs.asdict(options)} == attrs.asdict(options)
 
 
 @pytest.mark.verify
