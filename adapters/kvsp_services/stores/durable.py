@@ -227,7 +227,7 @@ class DurableStore:
 
 def back_up(path: Path, target: Path) -> None:
     """Copy a store to a new file, consistent even while a role is using it; it opens with the same
-    storage key. Where that fails there is no such file."""
+    storage key. Where that fails there is no such file. Raises `OSError` where it cannot be made."""
     if not path.exists():
         raise StorageError(f"{path} does not exist")
     _check_log(path)
@@ -352,8 +352,8 @@ def _copy(path: Path, target: Path) -> None:
     """Copy a store to a new file, of which nothing stays where that fails."""
     if target.exists():
         raise StorageError(f"{target} exists; name a new file, or move that away")
+    os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     with _storage_errors(path):
-        os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         try:
             with (
                 closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as source,
