@@ -16,6 +16,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from io import FileIO
 from itertools import islice, takewhile
 from pathlib import Path
@@ -134,19 +135,32 @@ class FileTier:
         self._check_key()
 
     def _check_key(self) -> None:
-        """Refuse a key that these files were not made with: else all of them would look damaged."""
+        """Refuse a key that these files were not made with: else all of them would look damaged.
+
+        The note that tells may be damaged or gone itself; then the blocks tell.
+        """
         path, sealer = self._directory / _KEY_CHECK, Sealer(derive_key(self._storage_key, _KEY_CHECK))
-        if not path.exists():
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with open(descriptor, "wb") as file:
-                file.write(sealer.seal(b"", b""))
-            return
-        try:
+        with suppress(StorageError, FileNotFoundError):
             sealer.open(path.read_bytes(), b"")
-        except StorageError:
+            return
+        blocks = [found for found in self._directory.glob("*/*/*") if found.suffix != _UNFINISHED]
+        if blocks and not any(map(self._opens, blocks)):
             raise StorageError(
                 f"{self._directory} does not open with this storage key; give the key it was made with"
-            ) from None
+            )
+        unfinished = path.with_name(path.name + _UNFINISHED)
+        unfinished.unlink(missing_ok=True)
+        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "wb") as file:
+            file.write(sealer.seal(b"", b""))
+        unfinished.replace(path)
+
+    def _opens(self, path: Path) -> bool:
+        try:
+            self._checked(path, str(path.relative_to(self._directory)), thorough=False)
+        except (*_DAMAGED, ValueError, OSError):
+            return False
+        return True
 
     # Storing
 

@@ -289,6 +289,32 @@ def test_another_storage_key_is_refused_and_deletes_nothing(tmp_path: Path) -> N
     assert len(files_of(tmp_path)) == 1
 
 
+@pytest.mark.parametrize("damage", [b"", b"x" * 60, None])
+def test_a_damaged_note_of_the_key_costs_nothing_and_lets_no_other_key_in(
+    tmp_path: Path, damage: bytes | None
+) -> None:
+    def hurt() -> None:
+        note = tmp_path / "blocks" / "key-check"
+        note.unlink()
+        if damage is not None:
+            note.write_bytes(damage)
+
+    for number in (1, 2):
+        put(file_tier(tmp_path), number)
+    files_of(tmp_path)[0].write_bytes(b"torn")
+    hurt()
+    with pytest.raises(StorageError, match="storage key"):
+        FileTier(tmp_path / "blocks", bytes(32), CAPACITY)
+    assert len(file_tier(tmp_path).catalogue()) == 1
+    with pytest.raises(StorageError, match="storage key"):
+        FileTier(tmp_path / "blocks", bytes(32), CAPACITY)
+    purged = file_tier(tmp_path)
+    for block in purged.catalogue():
+        purged.drop(block.name)
+    hurt()
+    FileTier(tmp_path / "blocks", bytes(32), CAPACITY)  # there is nothing that it could not open
+
+
 @pytest.mark.requirement("SE-4")
 def test_retention_deletes_also_what_aged_while_nothing_ran(tmp_path: Path) -> None:
     now_ms = [1_000_000]
