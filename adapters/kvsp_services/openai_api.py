@@ -168,22 +168,14 @@ class _Asked:
     usage_in_stream: bool
 
 
+@attrs.frozen
 class _Api:
-    def __init__(
-        self,
-        model: str,
-        text: Text,
-        generate: Generate,
-        context_tokens: int,
-        vocabulary: int,
-        belongs_to: Callable[[str | None], str],
-    ) -> None:
-        self._model = model
-        self._text = text
-        self._generate = generate
-        self._context_tokens = context_tokens
-        self._vocabulary = vocabulary
-        self._belongs_to = belongs_to
+    _model: str
+    _text: Text
+    _generate: Generate
+    _context_tokens: int
+    _vocabulary: int
+    _belongs_to: Callable[[str | None], str]
 
     async def models(self, request: Request) -> Response:
         """Answer the list of models: one."""

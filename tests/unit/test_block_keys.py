@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import enum
-import os
-import subprocess
-import sys
 from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +13,7 @@ import pytest
 from kvsp_core.block_keys import KEY_BYTES, BlockKeyChain, block_keys
 from kvsp_core.errors import LocalProtocolError
 from kvsp_core.identity import CompatibilityDescriptor, Scope
+from tests.hash_seeds import printed
 from tests.unit.test_identity import descriptor
 
 SCOPE = Scope(bytes(range(32)))
@@ -101,14 +99,7 @@ def test_the_result_does_not_depend_on_the_process(seed: str) -> None:
         "from tests.unit.test_block_keys import *; "
         "print([key.hex() for key in keys(range(40))], descriptor().compat_id)"
     )
-    printed = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.getcwd()},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    assert printed == f"{[key.hex() for key in keys(range(40))]} {descriptor().compat_id}\n"
+    assert printed(program, seed) == f"{[key.hex() for key in keys(range(40))]} {descriptor().compat_id}\n"
 
 
 # Forms of tokens ----------------------------------------------------------------------------------

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
@@ -23,6 +20,7 @@ from kvsp_sim.property import Violation
 from kvsp_sim.simulate import Options, run_seed
 from kvsp_sim.streams import Streams
 from tests.adapters.sim.toy import run_with_faults
+from tests.hash_seeds import printed
 
 SEEDS = 3
 MORE_SEEDS = 33
@@ -59,17 +57,7 @@ def test_a_seed_gives_one_history_under_any_hash_seed() -> None:
         "from kvsp_sim.simulate import *; o = run_seed(5, Options(wire='h2', steps=500)); "
         "print(o.trace_hash, o.steps, o.failure)"
     )
-    printed = {
-        subprocess.run(
-            [sys.executable, "-c", program],
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("0", "1")
-    }
-    assert len(printed) == 1
+    assert len({printed(program, seed) for seed in ("0", "1")}) == 1
 
 
 # The wire itself

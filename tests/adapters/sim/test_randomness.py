@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsp_sim.clock import Clock
 from kvsp_sim.randomness import Randomness
-
-ADAPTERS = Path(__file__).resolve().parents[3] / "adapters"
+from tests.hash_seeds import printed
 
 
 def test_draws_are_known() -> None:
@@ -24,17 +18,7 @@ def test_draws_are_known() -> None:
 
 def test_draws_do_not_depend_on_the_hash_seed() -> None:
     program = "from kvsp_sim.randomness import Randomness; print(Randomness(3).split('a').octets(16).hex())"
-    printed = {
-        subprocess.run(
-            [sys.executable, "-c", program],
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ADAPTERS)},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("0", "1")
-    }
-    assert len(printed) == 1
+    assert len({printed(program, seed) for seed in ("0", "1")}) == 1
 
 
 def test_one_stream_does_not_move_another() -> None:

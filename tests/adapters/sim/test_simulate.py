@@ -4,10 +4,6 @@ history.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import attrs
 import pytest
 
@@ -15,6 +11,7 @@ from kvsp_sim.cluster import SimulatedCluster
 from kvsp_sim.commands import simulate_command
 from kvsp_sim.simulate import Options, Outcome, run_seed
 from kvsp_sim.trace import Trace
+from tests.hash_seeds import printed
 
 CHUNK = 25
 SEEDS = 200
@@ -86,14 +83,4 @@ def test_a_seed_gives_one_history_under_any_hash_seed() -> None:
     program = (
         "from kvsp_sim.simulate import *; o = run_seed(5, Options()); print(o.trace_hash, o.steps, o.failure)"
     )
-    printed = {
-        subprocess.run(
-            [sys.executable, "-c", program],
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("0", "1", "2")
-    }
-    assert len(printed) == 1
+    assert len({printed(program, seed) for seed in ("0", "1", "2")}) == 1

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
@@ -15,6 +12,7 @@ from kvsp_sim.cluster import WIRES
 from kvsp_sim.trace import Trace
 from kvsp_sim.world import World
 from tests.adapters.sim.toy import Client, Register, Toy, run_with_faults
+from tests.hash_seeds import printed
 
 
 def register_of(toy: Toy) -> Register:
@@ -178,14 +176,4 @@ def test_a_seed_gives_the_same_history_under_any_hash_seed() -> None:
         "from tests.adapters.sim.toy import run_with_faults; from kvsp_sim.trace import Trace; t = Trace(); "
         "run_with_faults(3, t); print(t.hexdigest())"
     )
-    printed = {
-        subprocess.run(
-            [sys.executable, "-c", program],
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("0", "1", "2")
-    }
-    assert len(printed) == 1
+    assert len({printed(program, seed) for seed in ("0", "1", "2")}) == 1
