@@ -13,13 +13,16 @@ import anyio
 import httpx
 import openai
 import pytest
+from starlette.applications import Starlette
 
 from kvsp_services.openai_api import (
     Ended,
     Failed,
+    Generate,
     GenerationEvent,
     GenerationRequest,
     Started,
+    Text,
     TextSink,
     Token,
     make_app,
@@ -70,16 +73,21 @@ class Backend:
         yield play()
 
 
+def an_app(generate: Generate, text: Text | None = None, vocabulary: int = 0x110000) -> Starlette:
+    """Return the application of a small model."""
+    return make_app(
+        model="m",
+        text=text or Letters(),
+        generate=generate,
+        context_tokens=100,
+        vocabulary=vocabulary,
+        belongs_to=lambda said: TRACE,
+    )
+
+
 def talk(backend: Backend, use: Callable[[openai.AsyncOpenAI], Awaitable[Any]]) -> Any:
     async def run() -> Any:
-        app = make_app(
-            model="m",
-            text=Letters(),
-            generate=backend.generate,
-            context_tokens=100,
-            vocabulary=0x110000,
-            belongs_to=lambda said: TRACE,
-        )
+        app = an_app(backend.generate)
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport) as http:
             client = openai.AsyncOpenAI(
@@ -206,14 +214,7 @@ def test_text_without_tokens_is_refused(chat: bool) -> None:
             return tuple(text.encode())
 
     async def run() -> int:
-        app = make_app(
-            model="m",
-            text=Strict(),
-            generate=backend.generate,
-            context_tokens=100,
-            vocabulary=256,
-            belongs_to=lambda said: TRACE,
-        )
+        app = an_app(backend.generate, text=Strict(), vocabulary=256)
         transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test/v1/") as client:
             path = "chat/completions" if chat else "completions"
@@ -236,14 +237,7 @@ def test_a_long_text_keeps_nobody_waiting() -> None:
             return super().encode(text)
 
     async def run() -> None:
-        app = make_app(
-            model="m",
-            text=Slow(),
-            generate=Backend().generate,
-            context_tokens=100,
-            vocabulary=256,
-            belongs_to=lambda said: TRACE,
-        )
+        app = an_app(Backend().generate, text=Slow(), vocabulary=256)
         transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test/v1/") as client:
             long = client.post("completions", json={"prompt": "x" * 100_000})
@@ -292,14 +286,7 @@ def test_a_client_is_told_the_id_of_its_request() -> None:
 @pytest.mark.parametrize("body", [b"{", b"[]", b"[" * 100000])
 def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
     async def run() -> httpx.Response:
-        app = make_app(
-            model="m",
-            text=Letters(),
-            generate=Backend().generate,
-            context_tokens=100,
-            vocabulary=0x110000,
-            belongs_to=lambda said: TRACE,
-        )
+        app = an_app(Backend().generate)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://t") as http:
             return await http.post("/v1/completions", content=body)
 
@@ -342,14 +329,7 @@ def test_a_generation_whose_client_has_gone_is_given_up(stream: bool, loop: str)
             """Nobody is there."""
 
         bodies = [json.dumps({"prompt": "x", "stream": stream}).encode()]
-        app = make_app(
-            model="m",
-            text=Letters(),
-            generate=generate,
-            context_tokens=100,
-            vocabulary=0x110000,
-            belongs_to=lambda said: TRACE,
-        )
+        app = an_app(generate)
         scope = {"type": "http", "method": "POST", "path": "/v1/completions"}
         scope |= {"headers": [], "query_string": b""}
         with anyio.fail_after(30):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -11,8 +13,8 @@ import pytest
 from kvsp_core.roles.role import Persist, Put
 from kvsp_services.config import read_config
 from kvsp_services.metrics import Metrics
-from kvsp_services.process import running
-from kvsp_services.running_role import MAX_REBUILDS
+from kvsp_services.process import Process, running
+from kvsp_services.running_role import MAX_REBUILDS, RunningRole
 from kvsp_services.stores.durable import back_up
 from kvsp_services.stores.sealing import StorageError
 from tests.adapters.services.cluster import Cluster
@@ -20,19 +22,24 @@ from tests.adapters.services.cluster import Cluster
 POLICY = '[principals]\n"{controller}" = ["controller"]\n"{index}" = ["index"]\n'
 
 
+@asynccontextmanager
+async def a_controller(directory: Path) -> AsyncIterator[tuple[Process, RunningRole]]:
+    """Serve an index and a controller from a directory."""
+    cluster = Cluster(directory, {"index": "", "controller": 'index = ["{index}"]'}, POLICY)
+    async with running(read_config(cluster.config), Metrics()) as (process, _):
+        await process.start()
+        _, controller = process.roles
+        assert controller.served is not None
+        yield process, controller
+
+
 @pytest.mark.requirement("CP-2")
 @pytest.mark.parametrize("loop", ["trio", "asyncio"])
 def test_a_role_is_rebuilt_from_its_store_a_bounded_number_of_times(
     tmp_path: Path, loop: Literal["trio", "asyncio"]
 ) -> None:
-    cluster = Cluster(tmp_path, {"index": "", "controller": 'index = ["{index}"]'}, POLICY)
-    config = read_config(cluster.config)
-
     async def main() -> None:
-        async with running(config, Metrics()) as (process, _):
-            await process.start()
-            _, controller = process.roles
-            assert controller.served is not None
+        async with a_controller(tmp_path) as (process, controller):
             assert process.trouble() is None
             for number in range(1, MAX_REBUILDS + 1):
                 before = controller.served.driver
@@ -54,22 +61,16 @@ def test_a_role_is_rebuilt_from_its_store_a_bounded_number_of_times(
 
 @pytest.mark.requirement("CP-2")
 def test_a_role_whose_file_is_gone_does_not_begin_anew_with_an_empty_one(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, {"index": "", "controller": 'index = ["{index}"]'}, POLICY)
-    config = read_config(cluster.config)
-
     async def main() -> None:
-        async with running(config, Metrics()) as (process, _):
-            await process.start()
-            _, controller = process.roles
-            assert controller.served is not None
-            for file in Path(config.data_dir).glob("controller.sqlite*"):
+        async with a_controller(tmp_path) as (process, controller):
+            for file in (tmp_path / "data").glob("controller.sqlite*"):
                 file.unlink()
             driver = controller.served.driver
             driver._order(Persist((Put("session", "a", b"1"),)))
             with anyio.fail_after(60):
                 await process.stopping.wait()
             assert "is gone; put a backup in its place" in (process.failure or "")
-            assert not list(Path(config.data_dir).glob("controller.sqlite"))
+            assert not list((tmp_path / "data").glob("controller.sqlite"))
 
     anyio.run(main, backend="trio")
 
@@ -78,16 +79,10 @@ def test_a_role_whose_file_is_gone_does_not_begin_anew_with_an_empty_one(tmp_pat
 def test_a_role_whose_file_was_replaced_is_not_rebuilt_from_what_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster = Cluster(tmp_path, {"index": "", "controller": 'index = ["{index}"]'}, POLICY)
-    config = read_config(cluster.config)
-
     async def main() -> None:
-        async with running(config, Metrics()) as (process, _):
-            await process.start()
-            _, controller = process.roles
-            assert controller.served is not None
+        async with a_controller(tmp_path) as (process, controller):
             monkeypatch.setattr(controller, "build", lambda: pytest.fail("it was rebuilt"))
-            path = Path(config.data_dir) / "controller.sqlite"
+            path = (tmp_path / "data") / "controller.sqlite"
             back_up(path, tmp_path / "backup")
             (tmp_path / "backup").rename(path)
             controller.served.driver._order(Persist((Put("session", "a", b"1"),)))

@@ -23,11 +23,11 @@ from kvsp_engines.prepare import prepare_tiny
 from kvsp_services.driver import Driver
 from kvsp_services.generations import Generations
 from kvsp_services.logs import configure_logs
-from kvsp_services.openai_api import Ended, Failed, GenerationEvent, GenerationRequest, Token, make_app
+from kvsp_services.openai_api import Ended, Failed, GenerationEvent, GenerationRequest, Token
 from kvsp_services.request_log import MAX_KINDS, QUIET_MS, RequestLog, new_traceparent, request_id_of
 from tests.adapters.services.cluster import OPERATOR, Cluster, free_ports, until
 from tests.adapters.services.test_driver import GET, PEER, TRACE, FakeExchange, World, call
-from tests.adapters.services.test_openai_api import Letters
+from tests.adapters.services.test_openai_api import an_app
 
 LOOKUP = Request(method="POST", path="lookup", content_type="application/kvsp+json", content_length=9)
 ID = request_id_of(TRACE)
@@ -245,14 +245,7 @@ def test_how_a_generation_ended_is_logged_but_for_those_of_which_there_is_no_end
                 generations._send(item.generation, event, last=not isinstance(event, Token))
 
     generations.driver = SimpleNamespace(stopped=False, handle=handle)  # type: ignore[assignment]
-    app = make_app(
-        model="m",
-        text=Letters(),
-        generate=generations.generate,
-        context_tokens=100,
-        vocabulary=0x110000,
-        belongs_to=lambda said: TRACE,
-    )
+    app = an_app(generations.generate)
 
     async def ask() -> int:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
