@@ -87,6 +87,8 @@ class Connection:
         self._decoder = HeadDecoder(self._h2.decoder)
         self._sender = Sender()
         self._reader = FrameReader(self, limits)
+        self._greeting = b""
+        """What has not been said yet and goes before anything else."""
         self._control = bytearray(self._h2.data_to_send())
         if limits.connection_window_bytes > DEFAULT_WINDOW:
             self._control += window_update(0, limits.connection_window_bytes - DEFAULT_WINDOW)
@@ -216,6 +218,9 @@ class Connection:
 
     def _take_control(self, parts: list[Buffer]) -> None:
         if self._control:
+            if self._greeting:  # nothing precedes SETTINGS, not even GOAWAY (RFC 9113, 3.4)
+                parts.append(self._greeting)
+                self._greeting = b""
             parts.append(bytes(self._control))
             self._control.clear()
 

@@ -109,8 +109,9 @@ class ServerConnection(Connection):
         super().__init__(now_ms, limits)
         self._base_path = urlsplit(base_uri).path
         self._preface = PREFACE
-        # What we say first waits for the client's preface, so that who speaks something else gets an answer
-        # in kind; under TLS, where both have agreed on HTTP/2, `greet` says it at once.
+        # What we say first waits for the client's preface, or for anything else there is to say, so that who
+        # speaks something else gets an answer in kind; under TLS, where both have agreed on HTTP/2, `greet`
+        # says it at once.
         self._greeting = bytes(self._control)
         self._control.clear()
 
@@ -176,6 +177,7 @@ class ServerConnection(Connection):
             text = PREFACE[: -len(self._preface)] + bytes(view[:64])
             if text[:3] != b"PRI" and text[:1].isalpha():
                 self._stopped = True
+                self._greeting = b""
                 self._control += _OTHER_PROTOCOL
             raise Fault(ErrorCodes.PROTOCOL_ERROR, "the client does not speak HTTP/2")
         self._preface = self._preface[count:]

@@ -358,6 +358,17 @@ def test_a_server_closes_in_order() -> None:
     assert pair.calling.ended
 
 
+@pytest.mark.parametrize("ends", ["it is shut down", "its time is over"])
+def test_settings_come_first_even_of_a_server_that_ends_before_its_client_spoke(ends: str) -> None:
+    raw = Raw(greet=False)
+    if ends == "it is shut down":
+        raw.end.connection.shutdown(0)
+    else:
+        raw.end.connection.handle_timer(10_000)
+    assert [f[0] for f in raw.take()] == [4, 8, 7], "SETTINGS and the window, then GOAWAY"
+    assert raw.end.connection.ended
+
+
 def test_a_graceful_end_has_an_end() -> None:
     pair = Pair(server_limits=WireLimits(drain_ms=5_000))
     stream_id = pair.exchange(GET)
@@ -443,7 +454,7 @@ def test_a_client_of_http_1_is_answered_in_kind(octets: bytes) -> None:
 def test_a_client_of_something_else_is_refused_at_once(octets: bytes) -> None:
     raw = Raw(greet=False)
     sent = raw.send(octets)
-    assert [f[0] for f in sent] == [7]
+    assert [f[0] for f in sent] == [4, 8, 7]
     assert raw.end.events == [ConnectionEnded("the client does not speak HTTP/2")]
 
 
