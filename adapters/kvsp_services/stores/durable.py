@@ -9,7 +9,8 @@ A value is a log of one piece. Rows are named by a keyed hash and sealed, so the
 nor tokens. One process has a file at a time; another can back it up while it is in use.
 
 A backup, and a file that was closed in order, need no write-ahead log and say so in their header; a file in
-use, or left by a crash, does not. So a log that is found beside the former belongs to another file.
+use, or left by a crash, does not. So a log that is found beside the former belongs to another file. So does
+a rollback journal beside any file: none is ever written here.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ MIGRATIONS: Final[tuple[str, ...]] = (
 
 _BUSY_S: Final = 5
 _OWNER_CONTEXT: Final = b"owner"
-_WITHOUT_LOG: Final = "PRAGMA journal_mode = DELETE"
+_WITHOUT_LOG: Final = "PRAGMA journal_mode = MEMORY"
+"""Without a log only the header of a file is changed: a rollback journal would protect nothing, and would
+destroy a backup that is put in the place of a file after a crash."""
 _WRITE_VERSION_AT: Final = 18
 """Where the header of an SQLite file says whether a write-ahead log belongs to it: 2 if so, else 1."""
 
@@ -58,7 +61,7 @@ class DurableStore:
 
     `owner` is the base URI of the role; a file of another role is refused. Raises `StorageError` where the
     file is in use, of a newer version, of another owner, or does not open with the storage key; where it is
-    gone but was there before; and where the write-ahead log beside it is another file's.
+    gone but was there before; and where the write-ahead log or rollback journal beside it is another file's.
     """
 
     def __init__(self, path: Path, storage_key: bytes, owner: str) -> None:
@@ -70,7 +73,7 @@ class DurableStore:
         _make(path)
         self._lock = _lock(path)
         try:
-            _check_log(path)
+            _check_logs(path)
             self._database = _connect(path)
         except BaseException:
             os.close(self._lock)
@@ -230,7 +233,7 @@ def back_up(path: Path, target: Path) -> None:
     storage key. Where that fails there is no such file. Raises `OSError` where it cannot be made."""
     if not path.exists():
         raise StorageError(f"{path} does not exist")
-    _check_log(path)
+    _check_logs(path)
     _copy(path, target)
 
 
@@ -330,39 +333,52 @@ def _make(path: Path) -> None:
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
 
 
-def _check_log(path: Path) -> None:
-    """Refuse a file that the write-ahead log beside it does not belong to: together they are neither.
+def _check_logs(path: Path) -> None:
+    """Refuse a file that the log or journal beside it does not belong to: together they are neither.
 
     Not for a file that this process has open in SQLite, whose locks would be lost.
     """
-    log = _beside(path, "-wal")
     with _storage_errors(path):
-        if not log.exists() or not log.stat().st_size:
+        if _holds_something(journal := _beside(path, "-journal")):
+            left = [journal]
+        elif _holds_something(log := _beside(path, "-wal")) and not _has_log(path):
+            left = [log, _beside(path, "-shm")]
+        else:
             return
-        with path.open("rb") as file:
-            has_log = file.read(_WRITE_VERSION_AT + 1)[_WRITE_VERSION_AT:] == b"\2"
-    if not has_log:
-        raise StorageError(
-            f"{log} belongs to a file that {path.name} has replaced; to go on with {path.name} as it is,"
-            f" remove {log.name} and {path.name}-shm"
-        )
+    raise StorageError(
+        f"{left[0]} belongs to a file that {path.name} has replaced; to go on with {path.name} as it is,"
+        f" remove {' and '.join(file.name for file in left)}"
+    )
+
+
+def _holds_something(path: Path) -> bool:
+    return path.exists() and path.stat().st_size > 0
+
+
+def _has_log(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(_WRITE_VERSION_AT + 1)[_WRITE_VERSION_AT:] == b"\2"
 
 
 def _copy(path: Path, target: Path) -> None:
-    """Copy a store to a new file, of which nothing stays where that fails."""
+    """Copy a store to a new file, which has its name once it is whole; nothing stays where that fails."""
     if target.exists():
         raise StorageError(f"{target} exists; name a new file, or move that away")
-    os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    partial = _beside(target, ".partial")
+    partial.unlink(missing_ok=True)
+    os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     with _storage_errors(path):
         try:
             with (
                 closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as source,
-                closing(sqlite3.connect(target)) as copy,
+                closing(sqlite3.connect(partial)) as copy,
             ):
+                copy.execute(_WITHOUT_LOG)
                 source.backup(copy)
                 copy.execute(_WITHOUT_LOG)
+            partial.rename(target)
         except BaseException:
-            target.unlink()
+            partial.unlink()
             raise
 
 
@@ -382,6 +398,8 @@ def _lock(path: Path) -> int:
 def _connect(path: Path) -> sqlite3.Connection:
     with _storage_errors(path):
         database = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+        if database.execute("PRAGMA journal_mode").fetchone() != ("wal",):
+            database.execute(_WITHOUT_LOG)
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = FULL")
         return database

@@ -103,6 +103,7 @@ class RecordingDisk:
     def __init__(self) -> None:
         self.synced: dict[str, bytearray] = {}
         self.unsynced: dict[str, list[_Change]] = {}
+        self.opened: set[str] = set()
         self.syncs = 0
         self.drop_syncs = False
         self._paths: dict[int, str] = {}
@@ -149,6 +150,7 @@ class RecordingDisk:
             return int(status)
         path = ctypes.string_at(name).decode()
         self._paths[file] = path
+        self.opened.add(path)
         self.synced.setdefault(path, bytearray(Path(path).read_bytes()))
         self.unsynced.setdefault(path, [])
         opened.pMethods = ctypes.pointer(self._methods(opened.pMethods.contents))

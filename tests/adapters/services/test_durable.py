@@ -8,6 +8,7 @@ import shutil
 import signal
 import sqlite3
 import stat
+import struct
 import subprocess
 import sys
 import threading
@@ -289,6 +290,34 @@ def test_a_file_is_not_opened_with_the_log_of_another(
     assert reopened(left) == {"map": {"a": b"1"}}
 
 
+def journal_of(page: bytes, pages: int) -> bytes:
+    """Return a rollback journal that gives a file back its first page and its size, as SQLite writes it."""
+    nonce = 12_345
+    checksum = (nonce + sum(page[len(page) - 200 : 0 : -200])) & 0xFFFFFFFF
+    head = b"\xd9\xd5\x05\xf9\x20\xa1\x63\xd7" + struct.pack(">5L", 1, nonce, pages, 512, len(page))
+    return head.ljust(512, b"\0") + struct.pack(">L", 1) + page + struct.pack(">L", checksum)
+
+
+@pytest.mark.requirement("CP-2")
+def test_a_file_is_not_opened_with_a_rollback_journal(path: Path, tmp_path: Path) -> None:
+    """SQLite would make the file as small as the one the journal comes from."""
+    open_store(tmp_path / "other").close()
+    other = (tmp_path / "other").read_bytes()
+    with closing(open_store(path)) as store:
+        store.commit([[Put("map", str(number), bytes(5000))] for number in range(9)])
+    octets = path.read_bytes()
+    journal = path.with_name("state.sqlite-journal")
+    journal.write_bytes(journal_of(other[:4096], len(other) // 4096))
+    for _ in range(2):
+        with pytest.raises(StorageError, match=r"has replaced; .* remove state\.sqlite-journal$"):
+            reopened(path)
+        with pytest.raises(StorageError, match="has replaced"):
+            back_up(path, tmp_path / "mixed")
+    assert path.read_bytes() == octets
+    journal.unlink()
+    assert len(reopened(path)["map"]) == 9
+
+
 @pytest.mark.requirement("CP-2")
 def test_a_backup_put_in_place_of_a_store_in_use_is_not_mixed_with_it(path: Path, tmp_path: Path) -> None:
     store = open_store(path)
@@ -353,11 +382,32 @@ def test_a_backup_is_of_the_file_with_that_name(tmp_path: Path) -> None:
     assert not (tmp_path / "state").exists()
 
 
+def test_a_backup_has_its_name_once_it_is_whole(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is killed leaves nothing that looks like a backup, and another one can be made."""
+    open_store(path).close()
+    target = tmp_path / "copy.sqlite"
+
+    def killed(*_: object, **__: object) -> None:
+        os._exit(9)
+
+    pid = os.fork()
+    if not pid:
+        monkeypatch.setattr(durable.Path, "rename", killed)
+        back_up(path, target)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+    assert not target.exists()
+    back_up(path, target)
+    assert reopened(target) == {}
+    assert not list(tmp_path.glob("*.partial"))
+
+
 def test_a_backup_that_cannot_be_opened_leaves_no_file(path: Path, tmp_path: Path) -> None:
     os.mknod(path, stat.S_IFSOCK | 0o600)
     with pytest.raises(StorageError, match="unable to open"):
         back_up(path, tmp_path / "copy.sqlite")
-    assert not (tmp_path / "copy.sqlite").exists()
+    assert not list(tmp_path.glob("copy.sqlite*"))
 
 
 # Many commits, one sync ---------------------------------------------------------------------------
@@ -489,3 +539,13 @@ def test_the_power_cut_sees_a_missing_sync(disk: RecordingDisk, path: Path) -> N
     disk.drop_syncs = True
     with pytest.raises((AssertionError, KeyError, StorageError)):
         power_cuts(disk, path, 40)
+
+
+def test_no_rollback_journal_is_written(disk: RecordingDisk, path: Path, tmp_path: Path) -> None:
+    for number in range(2):
+        with closing(open_store(path)) as store:
+            store.commit([[Put("map", "a", b"1")]])
+            back_up(path, tmp_path / f"copy{number}")
+    endings = {Path(opened).name.partition("-")[2] for opened in disk.opened}
+    assert "wal" in endings
+    assert "journal" not in endings
