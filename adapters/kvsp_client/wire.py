@@ -6,7 +6,7 @@ The sockets and timers are those of `kvsp_asyncio` and `kvsp_trio`, whichever lo
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -141,23 +141,32 @@ class Wire:
         body: object = None,
         *,
         timeout_ms: int,
+        while_it_moves: bool = False,
         pieces: Sequence[memoryview | bytes] = (),
         progress: Progress | None = None,
     ) -> Answer:
         """Make a request and return its answer, whatever it is. Raises `Unavailable` where there is none.
 
+        `timeout_ms` is for all of it, or, `while_it_moves`, for any time in which nothing moves.
         `progress` hears how the answer comes in, or how `pieces` go out, where there are any.
         """
         limit = resource_of(operation).answer_limit_bytes
         exchange = Exchange(limit, None if pieces else progress)
         call = exchange.call = self.call(base_uri, operation, body, on_event=exchange.on_event, pieces=pieces)
+        timeout_s = timeout_ms / 1000
         try:
-            with anyio.fail_after(timeout_ms / 1000):
-                if pieces and progress is not None:
-                    await _watch(exchange, call, sum(memoryview(piece).nbytes for piece in pieces), progress)
+            with anyio.fail_after(timeout_s) as limit:
+                if while_it_moves or (pieces and progress is not None):
+                    size_bytes = sum(memoryview(piece).nbytes for piece in pieces)
+                    async for moved in _watch(exchange, call):
+                        if moved and while_it_moves:
+                            limit.deadline = anyio.current_time() + timeout_s
+                        if pieces and progress is not None and exchange.response is None:
+                            progress(call.sent_bytes, size_bytes)
                 await exchange.over.wait()
         except TimeoutError:
-            raise Unavailable(f"{base_uri} did not answer within {timeout_ms / 1000:g} s") from None
+            silent = "sent nothing more for" if exchange.body else "did not answer within"
+            raise Unavailable(f"{base_uri} {silent} {timeout_s:g} s") from None
         finally:
             call.cancel()
         if exchange.failure or exchange.response is None:
@@ -165,10 +174,22 @@ class Wire:
         return Answer(exchange.response, bytes(exchange.body))
 
     async def ask_for(
-        self, kind: type[T], base_uri: str, operation: Operation, body: object = None, *, timeout_ms: int
+        self,
+        kind: type[T],
+        base_uri: str,
+        operation: Operation,
+        body: object = None,
+        *,
+        timeout_ms: int,
+        while_it_moves: bool = False,
     ) -> T:
-        """Make a request and return the message its answer holds. Raises `Refused` and `Unavailable`."""
-        answer = await self.ask(base_uri, operation, body, timeout_ms=timeout_ms)
+        """Make a request and return the message its answer holds; see `ask` for the time it may take.
+
+        Raises `Refused` and `Unavailable`.
+        """
+        answer = await self.ask(
+            base_uri, operation, body, timeout_ms=timeout_ms, while_it_moves=while_it_moves
+        )
         try:
             found = read_answer(kind, answer.response, answer.body)
         except RemoteProtocolError as error:
@@ -184,11 +205,13 @@ class Wire:
             notice.call = self.call(base_uri, operation, body, on_event=notice.on_event)
 
 
-async def _watch(exchange: Exchange, call: Call, size_bytes: int, progress: Progress) -> None:
-    """Tell how much of a body has been sent, until its exchange is over."""
+async def _watch(exchange: Exchange, call: Call) -> AsyncIterator[bool]:
+    """Tell from time to time whether anything has moved, until an exchange is over."""
+    before = (0, False, 0)
     while not exchange.over.is_set():
-        if exchange.response is None:
-            progress(call.sent_bytes, size_bytes)
+        now = (call.sent_bytes, exchange.response is not None, len(exchange.body))
+        yield now != before
+        before = now
         with anyio.move_on_after(_LOOK_S):
             await exchange.over.wait()
 

@@ -19,6 +19,7 @@ __all__ = ["Asker", "ask", "ask_for", "expect_success"]
 T = TypeVar("T")
 
 TIMEOUT_MS: Final = 30_000
+"""Time in which nothing of a request or its answer moves."""
 _LIMITS: Final = PoolLimits(max_backoff_ms=500)
 """Somebody waits for the answer."""
 
@@ -57,6 +58,7 @@ class Asker:
             operation,
             body,
             timeout_ms=TIMEOUT_MS,
+            while_it_moves=True,
             pieces=pieces,
             progress=progress,
         )
@@ -64,7 +66,15 @@ class Asker:
     def ask_for(self, kind: type[T], base_uri: str, operation: Operation, body: object = None) -> T:
         """Make a request and return the message its answer holds. Raises `Refused` and `Unavailable`."""
         parse_base_uri(base_uri)
-        found: T = self._loop.call(self._wire.ask_for, kind, base_uri, operation, body, timeout_ms=TIMEOUT_MS)
+        found: T = self._loop.call(
+            self._wire.ask_for,
+            kind,
+            base_uri,
+            operation,
+            body,
+            timeout_ms=TIMEOUT_MS,
+            while_it_moves=True,
+        )
         return found
 
 
