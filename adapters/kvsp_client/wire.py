@@ -155,12 +155,12 @@ class Wire:
         call = exchange.call = self.call(base_uri, operation, body, on_event=exchange.on_event, pieces=pieces)
         timeout_s = timeout_ms / 1000
         try:
-            with anyio.fail_after(timeout_s) as limit:
+            with anyio.fail_after(timeout_s) as scope:
                 if while_it_moves or (pieces and progress is not None):
                     size_bytes = sum(memoryview(piece).nbytes for piece in pieces)
                     async for moved in _watch(exchange, call):
                         if moved and while_it_moves:
-                            limit.deadline = anyio.current_time() + timeout_s
+                            scope.deadline = anyio.current_time() + timeout_s
                         if pieces and progress is not None and exchange.response is None:
                             progress(call.sent_bytes, size_bytes)
                 await exchange.over.wait()
