@@ -113,6 +113,10 @@ class Connection:
         self._look_due_ms: int | None = None
         self._received_ms = self._idle_since_ms = now_ms
         self._ping_sent_ms: int | None = None
+        self._awaits = False
+        """Whether a request has gone out since the peer was last heard of."""
+        self.in_doubt = False
+        """Whether the peer has been asked if it is there, and has let some time pass without an answer."""
         self._head_due_ms: int | None = now_ms + limits.head_ms
         self._drain_due_ms: int | None = None
         self._goaway_due_ms: int | None = None
@@ -144,8 +148,8 @@ class Connection:
         taken = view.nbytes
         if self._ended:
             return taken
-        self._now_ms = self._received_ms = now_ms
-        self._ping_sent_ms = None
+        self._now_ms = now_ms
+        self._note_life()
         try:
             taken = self._read(view)
         except Fault as fault:
@@ -173,8 +177,8 @@ class Connection:
 
     def receive_placed(self, size_bytes: int, now_ms: int) -> None:
         """Take note of so many octets that were put into the memory from `place`."""
-        self._now_ms = self._received_ms = now_ms
-        self._ping_sent_ms = None
+        self._now_ms = now_ms
+        self._note_life()
         self._reader.receive_placed(size_bytes)
 
     def receive_eof(self, now_ms: int) -> None:
@@ -615,13 +619,15 @@ class Connection:
         """Return when `handle_timer` is next to be called; None where nothing is pending."""
         if self._ended:
             return None if self._dropped else self._drop_due_ms
-        limits = self._limits
-        if self._ping_sent_ms is not None:
-            due = self._ping_sent_ms + limits.ping_timeout_ms
+        asked_ms = self._ping_sent_ms
+        if asked_ms is None:
+            due = self._ask_due_ms()
         else:
-            due = self._received_ms + limits.ping_ms
+            due = self._give_up_due_ms(asked_ms)
+            if not self.in_doubt:
+                due = min(due, asked_ms + self._limits.doubt_ms)
         if not self._exchanges:
-            due = min(due, self._idle_since_ms + limits.idle_ms)
+            due = min(due, self._idle_since_ms + self._limits.idle_ms)
         others = (self._look_due_ms, self._head_due_ms, self._goaway_due_ms, self._drain_due_ms)
         for other in (*others, self._lingering.due_ms):
             if other is not None and other < due:
@@ -667,17 +673,34 @@ class Connection:
             exchange.moved = False
         self._look_due_ms = now_ms + self._limits.idle_body_ms if self._exchanges else None
 
-    def _look_for_life(self, now_ms: int) -> None:
+    def _note_life(self) -> None:
+        """Take note that the peer is there."""
+        self._received_ms = self._now_ms
+        self._ping_sent_ms = None
+        self._awaits = self.in_doubt = False
+
+    def _ask_due_ms(self) -> int:
+        """Return when a peer that stays silent is to be asked whether it is there."""
         limits = self._limits
+        return self._received_ms + (min(limits.doubt_ms, limits.ping_ms) if self._awaits else limits.ping_ms)
+
+    def _give_up_due_ms(self, asked_ms: int) -> int:
+        """Return when a peer that stays silent is to be given up: no sooner where it was asked early."""
+        return max(asked_ms, self._received_ms + self._limits.ping_ms) + self._limits.ping_timeout_ms
+
+    def _look_for_life(self, now_ms: int) -> None:
         if self._ended:
             return
-        if self._ping_sent_ms is not None:
-            if now_ms >= self._ping_sent_ms + limits.ping_timeout_ms:
-                self._end("the peer does not answer")
-        elif now_ms >= self._received_ms + limits.ping_ms:
-            self._ping_sent_ms = now_ms
-            self._h2.ping(_ALIVE_PING)
-        if not self._exchanges and now_ms >= self._idle_since_ms + limits.idle_ms:
+        asked_ms = self._ping_sent_ms
+        if asked_ms is None:
+            if now_ms >= self._ask_due_ms():
+                self._ping_sent_ms = now_ms
+                self._h2.ping(_ALIVE_PING)
+        elif now_ms >= self._give_up_due_ms(asked_ms):
+            self._end("the peer does not answer")
+        else:
+            self.in_doubt = now_ms >= asked_ms + self._limits.doubt_ms
+        if not self._exchanges and now_ms >= self._idle_since_ms + self._limits.idle_ms:
             self.shutdown(now_ms)
 
     def _collect(self) -> None:

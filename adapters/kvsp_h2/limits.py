@@ -104,6 +104,10 @@ class WireLimits:
     ping_timeout_ms: int = attrs.field(default=10_000, validator=_positive)
     """Time for any sign of life after that PING; then the connection is given up."""
 
+    doubt_ms: int = attrs.field(default=2_000, validator=_positive)
+    """Silence of a server that has a request of ours after which it is asked already; and time after any
+    PING from which on a pool opens another connection rather than use that one."""
+
     idle_ms: int = attrs.field(default=300_000, validator=_positive)
     """Time without an exchange after which a connection is closed in order."""
 

@@ -31,7 +31,8 @@ class PoolLimits:
     """Bounds of the calls to one service, with their defaults."""
 
     max_connections: int = 4
-    """Connections at a time; one more is opened when those there are take no further requests."""
+    """Connections at a time; one more is opened when those there are take no further requests. As many
+    again may be there whose peer does not show that it is."""
 
     max_waiting: int = 1024
     """Calls that wait for a connection; one more fails at once."""
@@ -243,7 +244,9 @@ class Pool:
     def wants_dial(self, now_ms: int) -> bool:
         """Return whether to open a connection now, and count on it: `dial_failed` or its events must
         follow."""
-        if not self._waiting or self._dialing or len(self._links) >= self._limits.max_connections:
+        if not self._waiting or self._dialing or len(self._links) >= 2 * self._limits.max_connections:
+            return False
+        if self._trusted() >= self._limits.max_connections:
             return False
         if self._dial_at_ms is not None and now_ms < self._dial_at_ms:
             return False
@@ -258,7 +261,8 @@ class Pool:
         """Say that no connection came to be. Calls that waited for it fail."""
         self._dialing -= 1
         self._back_off(now_ms)
-        if not self._links:
+        self._assign()  # a connection that was in doubt may be none any more
+        if not self._trusted():
             self._fail_waiting(reason)
         self.wake()
 
@@ -320,9 +324,15 @@ class Pool:
         self._failures += 1
         self._dial_at_ms = now_ms + int(wait_ms * (0.5 + self._jitter()))
 
+    def _trusted(self) -> int:
+        """Return how many connections are not in doubt; what is sent on the others may wait long."""
+        return sum(not link.http.in_doubt for link in self._links)
+
     def _assign(self) -> None:
         """Send what waits on the connections that take it."""
         for link, calls in tuple(self._links.items()):
+            if link.http.in_doubt:
+                continue
             sent = False
             while self._waiting and link.http.can_request:
                 call, _ = self._waiting.popitem(last=False)

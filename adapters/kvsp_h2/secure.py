@@ -37,6 +37,9 @@ class SecureConnection(Generic[HTTP]):
     `next_event` and `data_to_send` have nothing, the deadline is at once, and `handle_timer` goes on. Nothing
     more is to be received while `input_waits`.
 
+    It lasts no longer than the peer's certificate is valid: then it is closed in order, and whoever wants to go
+    on has to show another one.
+
     `scratch` is memory for decrypted octets; connections may share it whose events are each dealt with before
     anything else is asked of any of them.
     """
@@ -67,6 +70,8 @@ class SecureConnection(Generic[HTTP]):
         self._room = limits.turn_bytes
         """Octets that may still go out in this turn."""
         self._now_ms = now_ms
+        self._expires_ms: int | None = None
+        """When the peer's certificate is valid no more, where that is still to come."""
         self._heard = False
         """Whether the peer has sent anything under TLS: until then it may still refuse our certificate."""
         self.http: HTTP | None = None
@@ -150,13 +155,19 @@ class SecureConnection(Generic[HTTP]):
         pending."""
         if self.http is None:
             return self._due_ms
-        return 0 if self.input_waits or self._room <= 0 else self.http.next_deadline_ms()
+        if self.input_waits or self._room <= 0:
+            return 0
+        due_ms = self.http.next_deadline_ms()
+        return due_ms if due_ms is None or self._expires_ms is None else min(due_ms, self._expires_ms)
 
     def handle_timer(self, now_ms: int) -> None:
         """Do what is due. Calling too early changes nothing."""
         if self.http is not None:
             self._now_ms = now_ms
             self._begin_turn()
+            if self._expires_ms is not None and now_ms >= self._expires_ms:
+                self._expires_ms = None
+                self.http.shutdown(now_ms)
             self.http.handle_timer(now_ms)
         elif self._due_ms is not None and now_ms >= self._due_ms:
             if self._ended:
@@ -179,6 +190,8 @@ class SecureConnection(Generic[HTTP]):
                 self._tls.write(_WANTS_HTTP2)
             raise TLSFailure("it does not speak HTTP/2")
         self.http = self._begin(now_ms)
+        if self._tls.valid_ms is not None:
+            self._expires_ms = now_ms + self._tls.valid_ms
         self._events.append(Established(peer.principal))
 
     def _begin_turn(self) -> None:

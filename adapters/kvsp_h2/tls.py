@@ -1,7 +1,7 @@
 """TLS 1.3 with certificates on both sides, over memory instead of sockets (requirements HT-2, HT-3).
 
-Inside, OpenSSL draws randomness and reads the wall clock; nothing else of `kvsp_h2` does. A principal is
-the URI name of a certificate. A client checks the server's DNS or IP name and, where the server has URI
+Inside, OpenSSL draws randomness and reads the wall clock, and here that is read once more, for how long a
+certificate stays valid; nothing else of `kvsp_h2` does either. A principal is the URI name of a certificate. A client checks the server's DNS or IP name and, where the server has URI
 names, that one is the base URI it meant (decision W22). Sessions are not resumed: whoever connects shows
 its certificate.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ssl
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final, cast
@@ -150,6 +151,9 @@ class TLSConnection:
         )
         self.peer: Peer | None = None
         """Who the peer is, once the handshake is complete."""
+        self.valid_ms: int | None = None
+        """How long the peer's certificate was still valid when the handshake was complete; None where it has
+        none."""
         self.eof = False
         """Whether the peer has ended what it sends, as TLS says it should."""
 
@@ -167,7 +171,10 @@ class TLSConnection:
             return
         except ssl.SSLError as error:
             raise TLSFailure(_reason(error)) from None
-        self.peer = _peer(self._object.getpeercert())
+        certificate = self._object.getpeercert()
+        self.peer = _peer(certificate)
+        if certificate:
+            self.valid_ms = int(1000 * (ssl.cert_time_to_seconds(str(certificate["notAfter"])) - time.time()))
         if self._base_uri is not None and self.peer.uris and self._base_uri not in self.peer.uris:
             raise TLSFailure("it is another service than the one that was meant")
 

@@ -7,14 +7,16 @@ import pytest
 from kvsp_core.heads import Request
 from kvsp_h2 import (
     ClientConnection,
+    ConnectionEnded,
     Established,
     Event,
     ExchangeEnded,
     RequestReceived,
     ResponseReceived,
+    WireLimits,
 )
-from kvsp_h2.pool import Call, Pool
-from tests.adapters.h2.pair import BASE_URI, Pair, frame, ok
+from kvsp_h2.pool import Call, Pool, PoolLimits
+from tests.adapters.h2.pair import BASE_URI, Pair, frame, ok, read_frames
 
 PUT = Request(method="PUT", path="blocks/b1", content_type="x/y")
 
@@ -29,9 +31,13 @@ class Caller:
 
     def connect(self) -> Pair:
         """Open a connection as a pump does; what is written goes nowhere before `carry`."""
-        pair = Pair()
-        pair.serving.greet()
         assert self.pool.wants_dial(10_000)  # whatever it waits for is over
+        return self.connected()
+
+    def connected(self, limits: WireLimits | None = None) -> Pair:
+        """Have the connection that the pool wanted come to be."""
+        pair = Pair(client_limits=limits)
+        pair.serving.greet()
         self.pairs.append(pair)
         self.pool.receive(_Link(pair), Established(BASE_URI), 0)
         return pair
@@ -60,6 +66,16 @@ class Caller:
         for number, piece in enumerate(rest, 1):
             call.send_data(piece, end=number == len(rest))
         return call
+
+    def get(self) -> None:
+        """Ask for something."""
+        self.pool.call(Request(method="GET", path="x"), on_event=self.told.append)
+
+    def let_time_pass(self, *ms: int) -> None:
+        """Fire the timers of every client's end at these times, while nothing comes from anywhere."""
+        for now_ms in ms:
+            for pair in self.pairs:
+                pair.calling.handle_timer(now_ms)
 
     @property
     def ends(self) -> list[ExchangeEnded]:
@@ -162,3 +178,101 @@ def test_of_a_body_that_comes_bit_by_bit_little_is_kept() -> None:
     call.send_data(b"last", end=True)
     caller.carry(pair)
     assert len(answer_body(pair)) == 5 + 2_000_000 + 4
+
+
+def answered(pair: Pair) -> int:
+    """Answer every request there is, once; return how many."""
+    asked = pair.server.of(RequestReceived)
+    pair.server.events.clear()
+    for event in asked:
+        assert isinstance(event, RequestReceived)
+        pair.serving.respond(event.stream_id, ok())
+    return len(asked)
+
+
+@pytest.mark.requirement("HT-3")
+def test_no_request_goes_where_the_peer_is_gone_without_notice() -> None:
+    caller = Caller()
+    gone = caller.connect_and_use()
+    gone.server.events.clear()
+    caller.get()
+    due = gone.calling.next_deadline_ms()
+    assert due is not None
+    assert due < 20_000, "it is asked sooner than one that owes nothing"
+    caller.let_time_pass(due)
+    caller.get()
+    assert not caller.pool.wants_dial(due), "it may still answer"
+    caller.let_time_pass(due + 2_000)
+    caller.get()
+    second = caller.connect()
+    caller.get()
+    caller.carry(second)
+    assert answered(second) == 2
+    caller.carry(second)
+    assert len(caller.ends) == 2
+
+    caller.carry(gone)
+    assert answered(gone) == 2, "it was not gone after all, and nothing was sent to it twice"
+    caller.carry(gone)
+    assert len(caller.ends) == 4
+    caller.get()
+    caller.carry(gone)
+    assert answered(gone) == 1
+
+
+def _pings(pair: Pair) -> int:
+    """Return how many PINGs the client's end has to send."""
+    return sum(kind == 6 for kind, *_ in read_frames(pair.calling.data_to_send()))
+
+
+def test_a_peer_that_owes_nothing_is_asked_later_and_given_up_no_sooner() -> None:
+    for owes in (False, True):
+        caller = Caller()
+        pair = caller.connect_and_use()
+        pair.client.events.clear()
+        if owes:
+            caller.get()
+        asked = [now_ms for now_ms in range(0, 40_000, 500) if caller.let_time_pass(now_ms) or _pings(pair)]
+        assert asked == [2_000 if owes else 20_000]
+        pair.client.drain()
+        [ended] = pair.client.of(ConnectionEnded)
+        assert ended == ConnectionEnded("the peer does not answer")
+
+
+def test_calls_fail_where_none_but_silent_peers_are_left() -> None:
+    caller = Caller()
+    caller.connect_and_use()
+    caller.get()
+    caller.let_time_pass(2_000, 4_000)
+    caller.get()
+    assert caller.pool.wants_dial(4_000)
+    caller.pool.dial_failed("the service cannot be reached", 4_000)
+    assert [end.reason for end in caller.ends] == ["the service cannot be reached"]
+
+
+def test_what_waits_goes_where_life_has_come_back_and_no_new_connection_came_to_be() -> None:
+    caller = Caller()
+    pair = caller.connect_and_use()
+    pair.server.events.clear()
+    caller.get()
+    caller.let_time_pass(2_000, 4_000)
+    caller.get()
+    assert caller.pool.wants_dial(4_000)
+    caller.carry(pair)
+    assert answered(pair) == 1
+    pair.calling.receive_data(frame(6, 1, 0, bytes(8)), 5_000)
+    caller.pool.dial_failed("the service cannot be reached", 5_000)
+    caller.carry(pair)
+    assert answered(pair) == 1
+
+
+def test_silent_peers_do_not_make_connections_without_end() -> None:
+    caller = Caller()
+    now_ms = 0
+    while True:
+        caller.get()
+        if not caller.pool.wants_dial(now_ms):
+            break
+        caller.connected(WireLimits(doubt_ms=1))
+        caller.let_time_pass(now_ms := now_ms + 1, now_ms := now_ms + 1)
+    assert len(caller.pairs) == 2 * PoolLimits().max_connections

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import ssl
 from pathlib import Path
 from shutil import copyfile
@@ -118,6 +119,36 @@ def test_a_client_without_a_certificate_is_refused(certificates: Certificates) -
     assert server.next_event() == ConnectionEnded("the peer was refused: it has no certificate")
     with pytest.raises(ssl.SSLError, match="CERTIFICATE_REQUIRED"):
         client.read(1)
+
+
+@pytest.mark.requirement("HT-2")
+@pytest.mark.parametrize("whose", ["client", "server"])
+def test_a_connection_is_closed_in_order_when_a_certificate_expires(
+    certificates: Certificates, whose: str
+) -> None:
+    """It is closed by who may not trust the other any more; what is under way ends as it should."""
+    yesterday = datetime.datetime.now(datetime.UTC) - datetime.timedelta(hours=23)
+    uri = {"client": CLIENT_URI, "server": SERVER_URI}[whose]
+    issued = issue(certificates.folder, uri=uri, name="brief", days=1, now=yesterday)
+    limits = WireLimits(idle_ms=10**9, idle_body_ms=10**9)
+    server, client = (
+        certificates.credentials(issued if whose == side else getattr(certificates, side))
+        for side in ("server", "client")
+    )
+    pair = Pair(
+        server=secure_server(server, SERVER_URI, 0, limits=limits),
+        client=secure_client(client, SERVER_URI, 0, limits=limits),
+    )
+    pair.run()
+    pair.later(50 * 60_000)
+    stream_id = pair.exchange(GET)
+    assert pair.calling.can_request
+    pair.later(15 * 60_000)
+    assert not pair.calling.can_request
+    pair.serving.respond(stream_id, ok(2), b"ok")
+    pair.run()
+    assert pair.client.bodies[stream_id] == b"ok"
+    assert pair.server.events[-1] == pair.client.events[-1] == ConnectionEnded("")
 
 
 @pytest.mark.requirement("HT-2")
