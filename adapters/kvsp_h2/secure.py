@@ -37,7 +37,7 @@ class SecureConnection(Generic[HTTP]):
     `next_event` and `data_to_send` have nothing, the deadline is at once, and `handle_timer` goes on. Nothing
     more is to be received while `input_waits`.
 
-    It lasts no longer than the peer's certificate is valid: then it is closed in order, and whoever wants to go
+    It lasts no longer than the peer's certificate is valid: then it is closed in order, and who wants to go
     on has to show another one.
 
     `scratch` is memory for decrypted octets; connections may share it whose events are each dealt with before

@@ -1,9 +1,9 @@
 """TLS 1.3 with certificates on both sides, over memory instead of sockets (requirements HT-2, HT-3).
 
-Inside, OpenSSL draws randomness and reads the wall clock, and here that is read once more, for how long a
-certificate stays valid; nothing else of `kvsp_h2` does either. A principal is the URI name of a certificate. A client checks the server's DNS or IP name and, where the server has URI
-names, that one is the base URI it meant (decision W22). Sessions are not resumed: whoever connects shows
-its certificate.
+Inside, OpenSSL draws randomness and reads the wall clock, which is read once more here for how long a
+certificate stays valid; nothing else of `kvsp_h2` does either. A principal is the URI name of a certificate.
+A client checks the server's DNS or IP name and, where the server has URI names, that one is the base URI it
+meant (decision W22). Sessions are not resumed: whoever connects shows its certificate.
 """
 
 from __future__ import annotations

@@ -67,7 +67,6 @@ def _draw_limits(random: Randomness) -> WireLimits:
         linger_ms=random.pick((5, 2_000)),
         ping_ms=random.pick((400, 3_000, 20_000)),
         ping_timeout_ms=random.pick((50, 500, 10_000)),
-        doubt_ms=random.pick((20, 300, 2_000)),
         idle_ms=random.pick((30, 500, 300_000)),
         drain_ms=random.pick((50, 30_000)),
     )

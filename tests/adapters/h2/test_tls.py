@@ -130,7 +130,7 @@ def test_a_connection_is_closed_in_order_when_a_certificate_expires(
     yesterday = datetime.datetime.now(datetime.UTC) - datetime.timedelta(hours=23)
     uri = {"client": CLIENT_URI, "server": SERVER_URI}[whose]
     issued = issue(certificates.folder, uri=uri, name="brief", days=1, now=yesterday)
-    limits = WireLimits(idle_ms=10**9, idle_body_ms=10**9)
+    limits = WireLimits(idle_ms=10**9, idle_body_ms=10**9, drain_ms=10**9)
     server, client = (
         certificates.credentials(issued if whose == side else getattr(certificates, side))
         for side in ("server", "client")
