@@ -22,6 +22,7 @@ from kvsp_h2.events import (
     ConnectionEnded,
     DataPlaced,
     DataReceived,
+    DoubtChanged,
     Event,
     ExchangeEnded,
     GoingAway,
@@ -116,7 +117,7 @@ class Connection:
         self._awaits = False
         """Whether a request has gone out since the peer was last heard of."""
         self.in_doubt = False
-        """Whether the peer has been asked if it is there, and has let some time pass without an answer."""
+        """Whether a server was asked if it is there, and has let some time pass since."""
         self._head_due_ms: int | None = now_ms + limits.head_ms
         self._drain_due_ms: int | None = None
         self._goaway_due_ms: int | None = None
@@ -624,7 +625,7 @@ class Connection:
             due = self._ask_due_ms()
         else:
             due = self._give_up_due_ms(asked_ms)
-            if not self.in_doubt:
+            if self._CLIENT and not self.in_doubt:
                 due = min(due, asked_ms + self._limits.doubt_ms)
         if not self._exchanges:
             due = min(due, self._idle_since_ms + self._limits.idle_ms)
@@ -677,7 +678,13 @@ class Connection:
         """Take note that the peer is there."""
         self._received_ms = self._now_ms
         self._ping_sent_ms = None
-        self._awaits = self.in_doubt = False
+        self._awaits = False
+        if self.in_doubt:
+            self._doubt(False)
+
+    def _doubt(self, in_doubt: bool) -> None:
+        self.in_doubt = in_doubt
+        self._events.append(DoubtChanged())
 
     def _ask_due_ms(self) -> int:
         """Return when a peer that stays silent is to be asked whether it is there."""
@@ -698,8 +705,8 @@ class Connection:
                 self._h2.ping(_ALIVE_PING)
         elif now_ms >= self._give_up_due_ms(asked_ms):
             self._end("the peer does not answer")
-        else:
-            self.in_doubt = now_ms >= asked_ms + self._limits.doubt_ms
+        elif self._CLIENT and not self.in_doubt and now_ms >= asked_ms + self._limits.doubt_ms:
+            self._doubt(True)
         if not self._exchanges and now_ms >= self._idle_since_ms + self._limits.idle_ms:
             self.shutdown(now_ms)
 

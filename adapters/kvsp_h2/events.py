@@ -14,6 +14,7 @@ __all__ = [
     "ContinueReceived",
     "DataPlaced",
     "DataReceived",
+    "DoubtChanged",
     "Established",
     "Event",
     "ExchangeEnded",
@@ -118,6 +119,14 @@ class GoingAway:
 
 
 @attrs.frozen
+class DoubtChanged:
+    """A server was asked whether it is there and has let some time pass, or has been heard of since.
+
+    `in_doubt` of the connection says which.
+    """
+
+
+@attrs.frozen
 class ConnectionEnded:
     """The connection is over, the last event. What `data_to_send` still has is to be sent, then closed.
 
@@ -138,5 +147,6 @@ Event: TypeAlias = (
     | OutputReady
     | ExchangeEnded
     | GoingAway
+    | DoubtChanged
     | ConnectionEnded
 )

@@ -13,7 +13,15 @@ from typing import Final, Protocol
 import attrs
 
 from kvsp_core.heads import Request
-from kvsp_h2.events import ConnectionEnded, Established, Event, ExchangeEnded, OutputReady, ResponseReceived
+from kvsp_h2.events import (
+    ConnectionEnded,
+    DoubtChanged,
+    Established,
+    Event,
+    ExchangeEnded,
+    OutputReady,
+    ResponseReceived,
+)
 from kvsp_h2.frames import Buffer
 from kvsp_h2.http2 import ClientConnection
 from kvsp_h2.limits import WireLimits
@@ -261,7 +269,6 @@ class Pool:
         """Say that no connection came to be. Calls that waited for it fail."""
         self._dialing -= 1
         self._back_off(now_ms)
-        self._assign()  # a connection that was in doubt may be none any more
         if not self._trusted():
             self._fail_waiting(reason)
         self.wake()
@@ -273,6 +280,9 @@ class Pool:
                 self._dialing -= 1
                 self._links[link] = {}
                 self._unproven.add(link)
+                self._assign()
+                self.wake()
+            case DoubtChanged():
                 self._assign()
                 self.wake()
             case ConnectionEnded():

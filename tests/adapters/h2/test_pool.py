@@ -250,7 +250,8 @@ def test_calls_fail_where_none_but_silent_peers_are_left() -> None:
     assert [end.reason for end in caller.ends] == ["the service cannot be reached"]
 
 
-def test_what_waits_goes_where_life_has_come_back_and_no_new_connection_came_to_be() -> None:
+def test_what_waits_goes_where_life_has_come_back() -> None:
+    """A sign of life is enough, where no exchange moves and no other connection comes to be."""
     caller = Caller()
     pair = caller.connect_and_use()
     pair.server.events.clear()
@@ -259,11 +260,25 @@ def test_what_waits_goes_where_life_has_come_back_and_no_new_connection_came_to_
     caller.get()
     assert caller.pool.wants_dial(4_000)
     caller.carry(pair)
-    assert answered(pair) == 1
-    pair.calling.receive_data(frame(6, 1, 0, bytes(8)), 5_000)
-    caller.pool.dial_failed("the service cannot be reached", 5_000)
-    caller.carry(pair)
-    assert answered(pair) == 1
+    assert len(pair.server.of(RequestReceived)) == 2
+    assert not caller.ends
+
+
+def test_what_waits_for_room_is_no_longer_waiting_for_a_peer_in_doubt() -> None:
+    caller = Caller()
+    pair = caller.connect_and_use()
+    for _ in range(1_000):
+        caller.get()
+    for _ in range(3):
+        caller.connect()
+    assert not caller.pool.wants_dial(0), "there are as many as may be"
+    woken = []
+    caller.pool.wake = lambda: woken.append(caller.pool.wants_dial(4_000))
+    caller.let_time_pass(2_000, 4_000)
+    link = _Link(pair)
+    while (event := pair.calling.next_event()) is not None:
+        caller.pool.receive(link, event, 4_000)
+    assert woken == [True]
 
 
 def test_silent_peers_do_not_make_connections_without_end() -> None:
