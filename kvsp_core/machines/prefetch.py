@@ -427,7 +427,7 @@ class PrefetchTable:
             )
             emit(Accepted(name) if known.message == message else Rejected(name, conflict))
             return
-        problem = self._limit_reached(message)
+        problem = self._refusal(message)
         if problem is not None:
             emit(Rejected(name, problem))
             return
@@ -455,20 +455,32 @@ class PrefetchTable:
 
     def _enter(self, directive: Directive) -> None:
         self._directives[directive.name] = directive
-        heapq.heappush(self._deadlines, (directive.due_ms(), directive.order, directive.name))
+        self._note_due(directive)
         for block in directive.blocks:
             self._by_key.setdefault(block.block_key, {})[directive.name] = None
         reference = directive.message.request_ref
         if reference is not None:
             self._by_ref.setdefault(reference, {})[directive.name] = None
 
-    def _limit_reached(self, message: PrefetchDirective) -> Problem | None:
+    def _note_due(self, directive: Directive) -> None:
+        """Note when something happens to a directive by itself. Entries of what was due before are dropped
+        when their time comes, or when there are many."""
+        heapq.heappush(self._deadlines, (directive.due_ms(), directive.order, directive.name))
+        if len(self._deadlines) > 2 * len(self._directives) + 64:
+            self._deadlines = [(each.due_ms(), each.order, each.name) for each in self._directives.values()]
+            heapq.heapify(self._deadlines)
+
+    def _refusal(self, message: PrefetchDirective) -> Problem | None:
         most, sources = self.limits.directive_blocks, self.limits.sources_per_block
         if len(message.blocks) > most:
             return Problem(TOO_LARGE, f"blocks: at most {most} in a directive; send several")
         for place, block in enumerate(message.blocks):
             if len(block.sources) > sources:
                 return Problem(TOO_LARGE, f"blocks[{place}].sources: at most {sources}")
+            named = self.message_of(block.block_key)
+            if named is not None and not _share_blocks(named, message):
+                detail = "another directive names it for another scope or model; it cannot be of both"
+                return Problem(CONFLICT, f"blocks[{place}].block_key: {detail}")
         if self.pending >= self.limits.pending_directives:
             return Problem(
                 UNAVAILABLE, f"{self.pending} directives are pending, which is the limit; try later"
@@ -497,11 +509,11 @@ class PrefetchTable:
         kept_pinned_ms = min(directive.message.lease_ms, self.limits.directive_ms)
         directive.pins_until_ms = self._now_ms + kept_pinned_ms
         directive.forget_at_ms = self._now_ms + self.limits.kept_ms
-        heapq.heappush(self._deadlines, (directive.due_ms(), directive.order, directive.name))
+        self._note_due(directive)
         emit(Ended(directive.name, state, len(directive.loaded), len(directive.blocks)))
         self._ended[directive.name] = None
         self._kept_blocks += len(directive.blocks)
-        while self._kept_blocks > self.limits.kept_blocks:
+        while self._kept_blocks > self.limits.kept_blocks and len(self._ended) > 1:
             self._forget(self._directives[next(iter(self._ended))], emit)
 
     def _withdraw(self, name: str, emit: _Emit) -> None:
@@ -569,7 +581,9 @@ class PrefetchTable:
     def _resident(self, key: str, emit: _Emit) -> None:
         """List a block for every directive that names it, also one that has ended."""
         for name in tuple(self._by_key.get(key, ())):
-            directive = self._directives[name]
+            directive = self._directives.get(name)
+            if directive is None:
+                continue  # forgotten, as one before it has ended and there were too many
             directive.waiting.discard(key)
             self._count_loaded(directive, key, emit)
             self._settle(directive, emit)
@@ -592,7 +606,7 @@ class PrefetchTable:
             return
         directive.pinned = False
         if not directive.pending:
-            heapq.heappush(self._deadlines, (directive.due_ms(), directive.order, directive.name))
+            self._note_due(directive)
         for block in directive.blocks:
             key = block.block_key
             if key not in directive.loaded or key not in self._pins:
@@ -631,6 +645,10 @@ class PrefetchTable:
         self._ended = dict.fromkeys(frozen.ended)
         self._next_order = frozen.next_order
         return self
+
+
+def _share_blocks(one: PrefetchDirective, other: PrefetchDirective) -> bool:
+    return (one.scope_id, one.compat_id) == (other.scope_id, other.compat_id)
 
 
 def _take_out(names: dict[str, dict[str, None]], key: str, name: str) -> None:

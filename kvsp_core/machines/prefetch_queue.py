@@ -116,6 +116,16 @@ class LoadQueue:
 
     def _enqueue(self, directive: Directive, key: str) -> None:
         heapq.heappush(self._ready, (directive.deadline_ms, directive.order, directive.places[key], key))
+        if len(self._ready) > 2 * len(self._wanted) + 64:
+            # While no load ends, entries of blocks that are gone would pile up: keep one for each that waits.
+            latest_first = sorted(self._ready, reverse=True)
+            first = {entry[-1]: entry for entry in latest_first if self._waits(entry[-1])}
+            self._ready = sorted(first.values())
+
+    def _waits(self, key: str) -> bool:
+        """Return whether a block is wanted and its load has not begun."""
+        wanted = self._wanted.get(key)
+        return wanted is not None and wanted.job is None
 
     # Loads
 
@@ -123,9 +133,8 @@ class LoadQueue:
         """Begin with the next block, as far as may be; return the job, which wants `Start`."""
         while self._ready and self.running < self._concurrent_loads:
             key = heapq.heappop(self._ready)[-1]
-            wanted = self._wanted.get(key)
-            if wanted is not None and wanted.job is None:
-                return self._begin(key, wanted)
+            if self._waits(key):
+                return self._begin(key, self._wanted[key])
         return None
 
     def _begin(self, key: str, wanted: _Wanted) -> int:

@@ -143,20 +143,20 @@ class Loads:
         self._leases = SharedLeases()
         # Holders that gave no answer, the longest ago first, and until when they are passed over.
         self._unreachable_until_ms: dict[str, int] = {}
-        # What loads are to be told of the leases that they asked for.
-        self._lease_news: deque[prefetch.LoadReport] = deque()
+        # What the table is to be told next: of leases that loads asked for, of lookups that cannot be made.
+        self._news: deque[prefetch.LoadReport | prefetch.LookupFailed] = deque()
 
     def handle(self, event: prefetch.Event, now_ms: int) -> tuple[prefetch.Effect, ...]:
         """Let something happen to the table; return how it answers a directive that was submitted."""
         answers = self._take(event, now_ms)
-        answers += self._tell_loads(now_ms)
+        answers += self._tell_table(now_ms)
         return tuple(answers)
 
-    def _tell_loads(self, now_ms: int) -> list[prefetch.Effect]:
-        """Tell loads what has become of the leases that they asked for, and give back what nobody needs."""
+    def _tell_table(self, now_ms: int) -> list[prefetch.Effect]:
+        """Tell the table what has become of leases and lookups at once, and give back what nobody needs."""
         answers: list[prefetch.Effect] = []
-        while self._lease_news:
-            answers += self._take(self._lease_news.popleft(), now_ms)
+        while self._news:
+            answers += self._take(self._news.popleft(), now_ms)
         self._lease(self._leases.release_unwanted(self.table.is_wanted), now_ms)
         return answers
 
@@ -266,6 +266,9 @@ class Loads:
         return None if message is None else BlockName(message.compat_id, message.scope_id, block_key)
 
     def _look_up(self, directive: str, block_keys: tuple[str, ...], holders: tuple[str, ...]) -> None:
+        if not self._index:
+            self._news.append(prefetch.LookupFailed(directive))
+            return
         message = self.table.message_of(block_keys[0])
         assert message is not None
         body = LookupRequest(
@@ -291,7 +294,7 @@ class Loads:
         match effect:
             case prefetch_load.AcquireLease(holder) if holder in self._unreachable_until_ms:
                 refused = prefetch_load.LeaseRefused(holder, None)
-                self._lease_news.append(prefetch.LoadReport(job, refused))
+                self._news.append(prefetch.LoadReport(job, refused))
             case prefetch_load.AcquireLease(holder, ttl_ms):
                 # Longer is granted nowhere, and what takes longer has a new lease asked for on the way.
                 ttl_ms = min(ttl_ms, MAX_LEASE_TTL_MS)
@@ -333,10 +336,10 @@ class Loads:
                     self._notify(holder, ReleaseLease(lease))
                 case shared_leases.Granted(job, holder, lease):
                     granted = prefetch_load.LeaseGranted(holder, lease)
-                    self._lease_news.append(prefetch.LoadReport(job, granted))
+                    self._news.append(prefetch.LoadReport(job, granted))
                 case shared_leases.Refused(job, holder, status):
                     refused = prefetch_load.LeaseRefused(holder, status)
-                    self._lease_news.append(prefetch.LoadReport(job, refused))
+                    self._news.append(prefetch.LoadReport(job, refused))
                 case _:
                     assert_never(effect)
 
@@ -406,7 +409,7 @@ class Loads:
                 if isinstance(item, AnswerReceived):
                     self._meter.answered(holder, now_ms - purpose.asked_ms)
                 self._lease(self._leases.handle(_lease_outcome(request, item), now_ms), now_ms)
-                self._tell_loads(now_ms)
+                self._tell_table(now_ms)
             case _FetchFor(holder=holder):
                 self._note_reachable(holder, item, now_ms)
                 self._fetched(purpose, item, now_ms)

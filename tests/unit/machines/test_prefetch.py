@@ -510,6 +510,64 @@ def test_outcomes_that_are_kept_are_limited_and_the_oldest_goes_first() -> None:
     assert [world.state(f"d{n}") for n in (1, 2, 3)] == [ABSENT, COMPLETE, COMPLETE]
 
 
+def test_a_block_that_two_directives_name_may_make_room_for_one_by_the_end_of_the_other() -> None:
+    world = World(kept_blocks=2)
+    world.handle(directive(1, deadline_ms=1000))
+    world.look_up(1)
+    world.handle(directive(1, name="d2"))
+    world.look_up(1, name="d2")
+    world.handle(Timer(), after_ms=50)
+    world.handle(directive(3, name="d3", held=(3,)))
+    assert (world.state("d1"), world.state("d2"), world.state("d3")) == (PENDING, PARTIAL, COMPLETE)
+    world.load(1)
+    assert (world.state("d1"), world.state("d2"), world.state("d3")) == (COMPLETE, ABSENT, COMPLETE)
+
+
+def test_the_outcome_of_the_largest_directive_is_kept_until_the_next_ends() -> None:
+    world = World(kept_blocks=2)
+    world.handle(directive(1, 2, 3, held=(1, 2, 3)))
+    assert (world.state(), world.loaded()) == (COMPLETE, [1, 2, 3])
+    world.handle(directive(4, name="d2", held=(4,)))
+    assert world.state() is ABSENT
+
+
+def test_directives_that_come_and_go_leave_nothing_behind() -> None:
+    world = World(kept_blocks=1)
+    for n in range(500):
+        world.handle(directive(1, name=f"d{n}", held=(1,), deadline_ms=10**6))
+    assert world.state("d498") is ABSENT
+    assert len(world.table._deadlines) < 100
+
+
+@pytest.mark.requirement("PF-4")
+def test_blocks_whose_turn_never_came_leave_nothing_behind() -> None:
+    world = World(concurrent_loads=1)
+    world.handle(directive(1, deadline_ms=10**5))
+    world.look_up(1)
+    for n in range(100):
+        world.handle(directive(2, 3, 4, name=f"w{n}", deadline_ms=10))
+        world.look_up(2, 3, 4, name=f"w{n}")
+        world.handle(Timer(), after_ms=10)
+    assert world.table.loads == 1
+    assert len(world.table._queue._ready) < 100
+    world.handle(directive(2, 5, name="last", deadline_ms=10))
+    world.look_up(2, 5, name="last")
+    world.load(1)
+    assert world.jobs()[world.job(2)] == 2
+
+
+@pytest.mark.requirement("SK-6")
+def test_a_block_is_of_one_scope_and_one_model() -> None:
+    world = World()
+    world.handle(directive(1, 2))
+    for other in ({"scope_id": "ab" * 16}, {"compat_id": "cd" * 32}):
+        effects = world.handle(directive(3, 2, name="d2", **other))
+        assert problems(effects) == [CONFLICT]
+        assert world.state("d2") is ABSENT
+    world.handle(Withdraw("d1"))
+    assert world.handle(directive(3, 2, name="d2", scope_id="ab" * 16))[0] == Accepted("d2")
+
+
 def test_durations_are_cut_to_the_limit() -> None:
     world = World(directive_ms=100)
     world.handle(directive(1, deadline_ms=10**9, lease_ms=10**9))

@@ -550,6 +550,17 @@ def test_a_lookup_that_a_part_of_the_index_does_not_answer_is_given_up_at_the_ot
     assert [effect.call_id for effect in world.of(CancelCall)] == [second]
 
 
+@pytest.mark.requirement("PF-1")
+def test_where_there_is_no_index_a_directive_ends_with_what_is_held() -> None:
+    world = World(index_uris=())
+    world.beside.hold(KEYS[0])
+    request, _ = world.ask(PC, PrefetchBlocks(), directive(*KEYS))
+    assert world.status_of(request) == 202
+    request, _ = world.ask(PC, GetDirective("d1"))
+    status = decode(DirectiveStatus, world.answered(request).body)  # type: ignore[arg-type]
+    assert (status.state, status.loaded) == ("partial", (KEYS[0],))
+
+
 @pytest.mark.requirement("PF-2")
 def test_a_prefetch_asks_nothing_of_the_engine_and_delays_no_admitted_request() -> None:
     world = World()
