@@ -25,7 +25,15 @@ from kvsp_core.machines import reshard_member as member
 from kvsp_core.machines.prefetch_directive import DirectiveState
 from kvsp_core.machines.reshard_plan import MemberPlan, Plan, Range, Transfer, joined
 from kvsp_core.messages import ReshardAbort, ReshardCommit, ReshardMessage, ReshardPlan
-from kvsp_core.problems import BAD_REQUEST, INCOMPATIBLE, NOT_FOUND, SCOPE_DENIED, UNAVAILABLE, Problem
+from kvsp_core.problems import (
+    BAD_REQUEST,
+    INCOMPATIBLE,
+    NOT_FOUND,
+    PLAN_CONFLICT,
+    SCOPE_DENIED,
+    UNAVAILABLE,
+    Problem,
+)
 from kvsp_core.roles import engine
 from kvsp_core.roles.instance_loads import Loads
 from kvsp_core.roles.local_blocks import LocalBlocks
@@ -89,6 +97,22 @@ class _Shard:
     wanted: set[int] = attrs.field(factory=set)
     """Blocks that belong in the engine."""
     counted: bool = False
+
+    def continues(self, plan: ReshardPlan) -> bool:
+        """Return whether a plan is for the context that ranges are held of, as it was or grown at its end.
+
+        A plan that comes again is for the very context that it was for.
+        """
+        if isinstance(self.state, member.Outside) or plan.compat_id is None:
+            return True
+        pending = None if isinstance(self.state, member.Owner) else self.state.plan
+        again = pending is not None and pending.to == plan.to
+        if not again and not self.state.ranges:
+            return True
+        if (plan.compat_id, plan.scope_id) != (self.compat_id, self.scope_id):
+            return False
+        held = len(self.keys) if again else max(self.wanted, default=-1) + 1
+        return not plan.block_keys or plan.block_keys[:held] == self.keys[:held]
 
     def lacks(self, block: int) -> bool:
         """Return whether a block belongs in the engine and is not there."""
@@ -156,8 +180,11 @@ class Shards:
 
     def _refusal(self, shard: _Shard, plan: ReshardPlan, now_ms: int) -> Problem | None:
         """Return why a plan cannot be taken for what it is about."""
-        if isinstance(shard.state, member.Outside) and self._taking_part >= self._max_maps:
-            return Problem(UNAVAILABLE, "the instance takes part in as many maps as it can")
+        if isinstance(shard.state, member.Outside):
+            if self._taking_part >= self._max_maps:
+                return Problem(UNAVAILABLE, "the instance takes part in as many maps as it can")
+        elif not shard.continues(plan):
+            return Problem(PLAN_CONFLICT, "the plan is for another context than what is held here")
         needs = plan.fetch or plan.assign
         if not needs:
             return None
@@ -306,8 +333,7 @@ class Shards:
     def _remember(shard: _Shard, message: ReshardPlan) -> None:
         if message.compat_id is not None and message.scope_id is not None:
             shard.compat_id, shard.scope_id = message.compat_id, message.scope_id
-        if len(message.block_keys) > len(shard.keys):
-            shard.keys = message.block_keys
+        shard.keys = message.block_keys or shard.keys
 
     # Blocks of ranges
 

@@ -174,6 +174,62 @@ def test_a_map_that_is_let_go_of_while_it_loads_leaves_nothing_behind() -> None:
     assert BlockName(MODEL.compat_id, SCOPE.scope_id, LONG_KEYS[0]) in world.beside.tiers
 
 
+# The context
+
+
+@pytest.mark.requirement("SK-6")
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"compat_id": "ee" * 32},
+        {"scope_id": "ee" * 16},
+        {"block_keys": tuple(LONG_KEYS)},
+        {"block_keys": tuple(KEYS[:1])},
+    ],
+    ids=["model", "scope", "keys", "fewer keys"],
+)
+@pytest.mark.parametrize("again", [False, True], ids=["next", "again"])
+def test_a_plan_for_another_context_than_that_of_the_ranges_held_is_refused(
+    other: dict[str, object], again: bool
+) -> None:
+    world = World()
+    owner(world, KEYS)
+    for job in world.of(ReadBlock):
+        read(world, job)
+        world.do(JobDone(world.of(engine.LoadShard)[-1].job_id))
+    whole = ((0, 2 * B),)
+    if again:
+        world.ask(PC, ReshardGroup(), plan(1, 2, retain=whole))
+    refused, _ = world.ask(PC, ReshardGroup(), plan(1, 2, retain=whole, **other))
+    assert world.status_of(refused) == 409
+    asked, _ = world.ask(ME, Attend("m"), AttendRequest(version=1, layer=0, queries=b"\0" * 32))
+    assert world.status_of(asked) is None
+    world.ask(PC, ReshardGroup(), plan(1, 3, release=whole))
+    world.ask(PC, ReshardGroup(), ReshardCommit(map="m", commit=3))
+    assert world.beside.kept == {}
+    assert len(world.of(engine.DropShard)) == 2
+
+
+@pytest.mark.requirement("RS-5")
+def test_a_growth_that_was_given_up_and_another_do_not_mix() -> None:
+    world = World()
+    owner(world, KEYS)
+    grown, other = (key_of((*range(100, 100 + 2 * B), *more)) for more in ((1, 2, 3, 4), (5, 6, 7, 8)))
+    fetch = (FetchRange(tokens=(2 * B, 3 * B), from_=HOLDER),)
+    for version, end in ((2, grown[2]), (3, other[2])):
+        keys = (*KEYS, end)
+        request, _ = world.ask(
+            PC, ReshardGroup(), plan(1, version, retain=((0, 2 * B),), fetch=fetch, block_keys=keys)
+        )
+        world.load(end)
+        assert world.status_of(request) == 200
+        if version == 2:
+            assert abort(world, "m", 2) == 200
+    world.ask(PC, ReshardGroup(), ReshardCommit(map="m", commit=3))
+    world.later(200)  # what the loads themselves have pinned is let go
+    assert {name.block_key for name in world.beside.kept} == {*KEYS, other[2]}
+
+
 # What does not fit
 
 
