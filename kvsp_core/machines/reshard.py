@@ -287,6 +287,8 @@ class Aborted:
 
     version: int
     reason: str
+    unwilling: frozenset[str] = frozenset()
+    """Members that refused their plan, or did not acknowledge it in time."""
 
 
 @attrs.frozen
@@ -410,9 +412,9 @@ def _begin(state: Stable, event: Begin, now_ms: int) -> _Result:
 
 def _plan_answered(state: Preparing, instance: str, accepted: bool, now_ms: int) -> _Result:
     if not accepted:
-        return _abort(state, "a member refused the plan", asking=True)
+        return _abort(state, "a member refused the plan", frozenset({instance}), asking=True)
     if now_ms >= state.deadline_ms:
-        return _abort(state, "a member was too late")
+        return _abort(state, "a member was too late", state.waiting)
     state = attrs.evolve(state, waiting=state.waiting - {instance}, failed=state.failed - {instance})
     return (state, ()) if state.waiting else _decide(state)
 
@@ -439,7 +441,9 @@ def _decide(state: Preparing) -> _Result:
     return _settled(after, (PersistRecord(record_of(after)), committed, *commits))
 
 
-def _abort(state: Preparing, reason: str, *, asking: bool = False) -> _Result:
+def _abort(
+    state: Preparing, reason: str, unwilling: frozenset[str] = frozenset(), *, asking: bool = False
+) -> _Result:
     members = frozenset(plan.member.instance for plan in state.plans)
     owners = frozenset(shard.instance for shard in state.map.shards)
     after = Aborting(
@@ -453,7 +457,7 @@ def _abort(state: Preparing, reason: str, *, asking: bool = False) -> _Result:
         retry_at_ms=state.retry_at_ms,
     )
     return after, (
-        Aborted(state.highest, reason),
+        Aborted(state.highest, reason, unwilling),
         *(Abort(instance, state.highest) for instance in sorted(members)),
         *(Commit(instance, state.map.version) for instance in sorted(after.asking)),
     )
@@ -584,7 +588,7 @@ def _call_failed(state: State, instance: str, version: int, retry_at_ms: int) ->
 
 def _time_passed(state: State, now_ms: int) -> _Result:
     if isinstance(state, Preparing) and now_ms >= state.deadline_ms:
-        return _abort(state, "a member did not acknowledge in time")
+        return _abort(state, "a member did not acknowledge in time", state.waiting)
     if state.retry_at_ms is None or now_ms < state.retry_at_ms:
         return state, ()
     again = (effect for instance in sorted(state.failed) for effect in _asked_again(state, instance, now_ms))

@@ -82,6 +82,8 @@ class _Group:
     """The context as the change under way splits it; it takes the other's place when that is decided."""
     failures: int = 0
     """Calls in a row that led nowhere: the next are made after a while that doubles."""
+    unwilling: frozenset[str] = frozenset()
+    """Members by which changes have failed since the last that did not: others get ranges before them."""
 
 
 class ShardMaps:
@@ -322,11 +324,13 @@ class ShardMaps:
             case m.Abort(instance, version):
                 self._tell(AbortCall(map_id, instance, version), ReshardAbort(map=map_id, abort=version))
             case m.Committed(moved_tokens=moved, computed_tokens=computed):
+                group.unwilling = frozenset()
                 self._work.observe("kvsp_reshards", outcome="committed")
                 self._work.observe("kvsp_reshard_moved_tokens", moved)
                 self._work.observe("kvsp_recomputed_tokens", computed)
-            case m.Aborted():
+            case m.Aborted(unwilling=unwilling):
                 group.coming = None
+                group.unwilling |= unwilling
                 self._work.observe("kvsp_reshards", outcome="aborted")
             case m.RangesLost():
                 self._unrepaired[map_id] = None
@@ -344,13 +348,16 @@ class ShardMaps:
         )
 
     def _reassign(self, map_id: str, group: _Group, now_ms: int) -> None:
-        """Give the ranges of lost members to whoever holds least; wait where nobody can take them."""
+        """Give the ranges of lost members to whoever holds least, of those who have not failed to take them,
+        if there are any; wait where nobody can take them."""
         assert isinstance(group.state, m.Stable)
         self._unrepaired[map_id] = None
         owed = _owed(group)
         assignable = (status.instance for status in self._fleet.assignable())
-        able = (n for n in assignable if n not in owed and self._may_take(n, group.context))
-        held = dict.fromkeys(able, 0)
+        able = [n for n in assignable if n not in owed and self._may_take(n, group.context)]
+        held = dict.fromkeys((n for n in able if n not in group.unwilling), 0)
+        if not held:
+            held, group.unwilling = dict.fromkeys(able, 0), frozenset()
         for shard in group.state.map.shards:
             if shard.instance in held and shard.instance not in group.state.lost:
                 held[shard.instance] += shard.tokens[1] - shard.tokens[0]

@@ -196,6 +196,37 @@ def test_a_repair_that_is_refused_is_tried_again_after_a_while(split: Group) -> 
 
 
 @pytest.mark.requirement("RS-6")
+@pytest.mark.parametrize("how", ["refused", "silent", "late"])
+def test_an_instance_that_takes_no_range_does_not_keep_it_from_another(split: Group, how: str) -> None:
+    split.report(B, epoch=2, state="draining", ttl_ms=600_000)
+    asked = []
+    for _ in range(3):
+        told = split.told()
+        (takes,) = (name for name, plan in told.items() if isinstance(plan, ReshardPlan) and plan.assign)
+        asked.append(takes)
+        for call in tuple(split.calls.values()):
+            if call.base_uri == takes and how == "refused":
+                split.reply(call, status=503)
+            elif call.base_uri == takes and how == "silent":
+                split.give(CallFailed(split.calls.pop(call.call_id).call_id, "no answer"))
+            elif call.base_uri != takes:
+                split.reply(call)
+        for instance in (A, C):
+            split.report(instance, ttl_ms=60_000)
+        split.pass_time(RESHARD_DEADLINE_MS)
+        for call in tuple(split.calls.values()):
+            if call.base_uri == B:  # it is asked whether it still has its range
+                del split.calls[call.call_id]
+                split.give(AnswerReceived(call.call_id, *problem_response(Problem(PLAN_CONFLICT))))
+        split.answer_all()
+        split.pass_time(500)
+    assert asked == [C, A, C]
+    split.answer_all()
+    split.answer_all()
+    assert split.owners() == [A, A]
+
+
+@pytest.mark.requirement("RS-6")
 def test_a_commit_is_repeated_until_it_is_answered(group: Group) -> None:
     group.split(A)
     group.answer_all()
