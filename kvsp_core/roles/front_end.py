@@ -35,6 +35,7 @@ from kvsp_core.heads import Response
 from kvsp_core.identity import CompatibilityDescriptor, Scope
 from kvsp_core.limits import (
     ENGINE_FAILURE_MS,
+    MAX_AVOIDED_INSTANCES,
     MAX_ENGINE_FAILURES,
     MAX_FRONT_END_RETRY_MS,
     MAX_GENERATIONS,
@@ -173,7 +174,7 @@ class _Generation:
     failed_ms: int = 0
     """When that was."""
     avoid: tuple[str, ...] = ()
-    """Instances whose engine has failed on it before there was a token."""
+    """Instances that have failed on it before there was a token, or had no room for it."""
     cached_tokens: int | None = 0
     """What the placement found in caches; None once the program was told."""
     session: str = ""
@@ -342,19 +343,23 @@ class FrontEnd:
         number, generation = self._of(call_id)
         if generation is None:
             return
-        event: out.Event
         try:
-            match decode_output_line(line):
-                case OutputToken() as said:
-                    event = out.TokenArrived(said.index, said.epoch, said.token)
-                case OutputEnd(end="error") as said:
-                    self._engine_failed(number, generation, said, now_ms)
-                    return
-                case OutputEnd() as said:
-                    event = out.EndArrived(said.end, said.index, said.epoch)
+            said = decode_output_line(line)
         except RemoteProtocolError:
-            event = out.StreamCut()
-        self._take(number, generation, event, now_ms)
+            said = None
+        if said is None or said.epoch > generation.epoch:
+            # An instance serves the epoch that it was asked for; of a later one the controller tells.
+            self._cut(number, generation, now_ms)
+        elif said.epoch < generation.epoch:
+            pass  # of an instance that was failed over from (MG-3)
+        elif isinstance(said, OutputToken):
+            self._take(number, generation, out.TokenArrived(said.index, said.epoch, said.token), now_ms)
+        elif said.end == "error":
+            self._engine_failed(number, generation, said, now_ms)
+        else:
+            self._take(number, generation, out.EndArrived(said.end, said.index, said.epoch), now_ms)
+        if generation.stage is _Stage.STREAMING and now_ms - generation.since_ms >= self._patience_ms:
+            self._fail(number, generation, 504, "nobody goes on with the output")
 
     def _engine_failed(self, number: int, generation: _Generation, said: OutputEnd, now_ms: int) -> None:
         """The engine cannot go on. Before the first token another instance may do better; after it only one
@@ -369,8 +374,7 @@ class FrontEnd:
             self._cut(number, generation, now_ms)
         else:
             self._work.cancel(generation.call or 0)
-            generation.avoid = tuple(dict.fromkeys((*generation.avoid, generation.instance)))
-            self._place_again(number, generation, now_ms)
+            self._place_elsewhere(number, generation, now_ms)
 
     def _take(self, number: int, generation: _Generation, event: out.Event, now_ms: int) -> None:
         for effect in generation.output.handle(event, now_ms):
@@ -537,10 +541,18 @@ class FrontEnd:
             self._attach(number, generation)
         elif problem is not None and problem.type in (INVALID_STATE, INCOMPATIBLE) and not has_begun:
             self._place_again(number, generation, now_ms)
+        elif status == 503 and generation.prompt_wanted and not has_begun:
+            self._place_elsewhere(number, generation, now_ms)
         elif status in (400, 403, 413, 415):
             self._fail(number, generation, 502, "the instance refused the request")
         else:
             self._cut(number, generation, now_ms)
+
+    def _place_elsewhere(self, number: int, generation: _Generation, now_ms: int) -> None:
+        """Nothing has begun yet, and the instance cannot begin it: another may."""
+        avoid = dict.fromkeys((*generation.avoid, generation.instance))
+        generation.avoid = tuple(avoid)[-MAX_AVOIDED_INSTANCES:]
+        self._place_again(number, generation, now_ms)
 
     def _place_again(self, number: int, generation: _Generation, now_ms: int) -> None:
         """Nothing has begun yet: end the session, without waiting for it, and place the request anew."""
@@ -552,6 +564,7 @@ class FrontEnd:
             cause=generation.asked.traceparent,
         )
         generation.session, generation.stage = "", _Stage.PLACING
+        generation.output, generation.prompt_wanted = out.OutputAssembly(), True  # its epochs begin anew
         self._led_nowhere(number, generation, now_ms)
 
     def _call_failed(self, call_id: int, now_ms: int) -> None:

@@ -23,6 +23,7 @@ from kvsp_core.ext_messages import (
 )
 from kvsp_core.heads import Request, Response
 from kvsp_core.identity import CompatibilityDescriptor, Scope
+from kvsp_core.limits import MAX_AVOIDED_INSTANCES
 from kvsp_core.problems import (
     BAD_REQUEST,
     CONFLICT,
@@ -335,9 +336,9 @@ def test_an_instance_that_takes_every_stream_and_cuts_it_is_not_asked_in_a_hot_l
     assert client.now_ms > 1000 + 1600
 
 
-def fails(client: Client, detail: str | None = None) -> list[object]:
+def fails(client: Client, detail: str | None = None, epoch: int = 1) -> list[object]:
     """The engine fails on the request."""
-    return client.line(OutputEnd(end="error", index=0, epoch=1, detail=detail))
+    return client.line(OutputEnd(end="error", index=0, epoch=epoch, detail=detail))
 
 
 def test_a_request_on_which_an_engine_fails_is_placed_elsewhere_a_few_times() -> None:
@@ -372,7 +373,7 @@ def test_an_engine_that_fails_between_two_tokens_ends_the_output_unless_the_sess
     client.started()
     assert client.tokens(8, first=1, epoch=2) == [TokenReady(1, 1, 8)]
     failed_ms = client.now_ms
-    fails(client)
+    fails(client, epoch=2)
     while not (failed := client.answer(info(epoch=2, instance=TWO))):
         client.wait()
     assert failed == [GenerationFailed(1, 502, "the engine failed, and the session stays with it")]
@@ -508,6 +509,46 @@ def test_streams_that_begin_and_bring_no_token_do_not_keep_it_waiting_for_ever()
     assert 6000 <= client.now_ms < 11_000
 
 
+def test_a_stream_that_goes_on_without_anything_new_is_given_up() -> None:
+    client = streaming(patience_ms=5000)
+    client.tokens(7)
+    for _ in range(4):
+        client.now_ms += 1000
+        assert client.tokens(7) == []
+    client.now_ms += 1000
+    assert client.tokens(7) == [GenerationFailed(1, 504, "nobody goes on with the output")]
+    assert client.says() == f"DELETE {PC}ext/sessions/{SESSION}"
+
+
+@pytest.mark.requirement("MG-3", "MG-4")
+@pytest.mark.parametrize("last", ["token", "end", "error"])
+def test_an_epoch_that_nobody_has_begun_is_not_believed(last: str) -> None:
+    client = streaming()
+    client.tokens(7)
+    if last == "token":
+        assert client.tokens(8, first=1, epoch=9) == []
+    else:
+        assert client.end(1, epoch=9, reason=last) == []
+    assert client.says() == f"GET {PC}ext/sessions/{SESSION}"
+    client.answer(info())
+    client.started()
+    assert client.tokens(8, first=1, epoch=2) == [TokenReady(1, 1, 8)]
+
+
+@pytest.mark.requirement("MG-3")
+@pytest.mark.parametrize("last", ["token", "stop", "error"])
+def test_what_is_said_in_an_epoch_that_is_over_is_nothing(last: str) -> None:
+    client = streaming()
+    client.put(StreamEnded(client.call.call_id))
+    client.answer(info())
+    client.started()
+    if last == "token":
+        assert client.tokens(6) == []
+    else:
+        assert client.end(0, reason=last) == []
+    assert client.tokens(7, epoch=2) == [TokenReady(1, 0, 7)]
+
+
 # Placement
 
 
@@ -542,6 +583,37 @@ def test_an_instance_that_began_to_drain_is_left_for_another() -> None:
     assert client.says() == f"POST {PC}ext/placements"
     client.answer(placed(TWO, SESSION.replace("6", "7")), 201)
     assert client.started() == [GenerationPlaced(1, 0)]
+
+
+def test_a_session_that_is_placed_anew_begins_with_its_own_epochs() -> None:
+    client = streaming()
+    client.put(StreamEnded(client.call.call_id))
+    client.answer(info("placed"))
+    client.started()
+    assert client.tokens(9, first=1, epoch=2) == []
+    client.put(StreamEnded(client.call.call_id))
+    client.wait()
+    client.answer(info(epoch=3))
+    client.refuse(INVALID_STATE)
+    client.wait()
+    client.answer(placed(TWO, SESSION.replace("6", "7")), 201)
+    assert client.output_request().prompt == PROMPT
+    client.started()
+    assert client.tokens(7, 8) == [TokenReady(1, 0, 7), TokenReady(1, 1, 8)]
+
+
+def test_an_instance_without_room_is_left_for_another() -> None:
+    client = Client(placement_ms=10**6)
+    client.generate()
+    names = [f"https://ii{number}.example/kvsp/" for number in range(MAX_AVOIDED_INSTANCES + 2)]
+    for place, name in enumerate(names):
+        client.answer(placed(name), 201)
+        assert client.refuse(UNAVAILABLE) == []
+        client.wait()
+        assert client.says() == f"POST {PC}ext/placements"
+        assert isinstance(client.call.body, bytes)
+        asked = decode(PlacementRequest, client.call.body)
+        assert asked.avoid == tuple(names[: place + 1][-MAX_AVOIDED_INSTANCES:])
 
 
 def test_answers_that_are_not_as_they_should_be_fail_it() -> None:
