@@ -31,6 +31,9 @@ __all__ = ["Copies", "ExportFor", "Purpose"]
 _AT_A_TIME: Final = 4
 """Blocks on their way out of the engine, into tiers and to the holder of copies."""
 
+_MOST_GONE: Final = 8
+"""Copies of a session that are looked for one by one and found gone, before all not leased count as gone."""
+
 _Run: TypeAlias = tuple[str, int]
 """A session, and which of the attempts to serve it."""
 
@@ -78,6 +81,11 @@ class _Kept:
 
     pending: int = 0
     unleased: list[str] = attrs.field(factory=list)
+    most: int = MAX_LEASE_KEYS
+    """How many blocks the next lease may name: half as many after one that named a block that is gone, and
+    twice as many after one that was granted."""
+    gone: int = 0
+    """Blocks in a row that turned out to be gone."""
     leasing: bool = False
     closed: bool = False
     leases: dict[str, tuple[str, ...]] = attrs.field(factory=dict)
@@ -248,7 +256,7 @@ class Copies:
         if kept.leasing or not kept.unleased:
             return
         assert self._holder is not None
-        keys, kept.unleased = tuple(kept.unleased[:MAX_LEASE_KEYS]), kept.unleased[MAX_LEASE_KEYS:]
+        keys, kept.unleased = tuple(kept.unleased[: kept.most]), kept.unleased[kept.most :]
         kept.leasing = True
         self._work.call(
             self._holder,
@@ -274,13 +282,28 @@ class Copies:
             return
         if granted is not None:
             kept.leases[granted.lease] = keys
-            heapq.heappush(self._due, (now_ms + max(1, granted.ttl_ms // 3), run, granted.lease))
+            kept.most, kept.gone = min(2 * kept.most, MAX_LEASE_KEYS), 0
+            held_ms = min(granted.ttl_ms, self._lease_ms)
+            heapq.heappush(self._due, (now_ms + max(1, held_ms // 3), run, granted.lease))
             self._lease(run, kept)
         elif not isinstance(item, AnswerReceived) or item.response.status != 404:
             kept.unleased = [*keys, *kept.unleased]
             heapq.heappush(self._due, (now_ms + max(1, self._lease_ms // 3), run, ""))
         else:
-            self._work.observe("kvsp_instance_copies_lost", len(keys))
+            self._not_there(kept, keys)
+            self._lease(run, kept)
+
+    def _not_there(self, kept: _Kept, keys: tuple[str, ...]) -> None:
+        """A lease is on all of its blocks or on none: one that is gone must not cost the others theirs."""
+        if len(keys) > 1:
+            kept.most = len(keys) // 2
+            kept.unleased = [*keys, *kept.unleased]
+            return
+        kept.gone += 1
+        if kept.gone >= _MOST_GONE:  # so many that the others will be, too
+            keys = (*keys, *kept.unleased)
+            kept.unleased, kept.most, kept.gone = [], MAX_LEASE_KEYS, 0
+        self._work.observe("kvsp_instance_copies_lost", len(keys))
 
     def _renewed(self, run: _Run, lease: str, status: int | None, now_ms: int) -> None:
         kept = self._kept.get(run)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import attrs
 import pytest
 
+from kvsp_core.bodies import decode
 from kvsp_core.ext_messages import AttendRequest, OutputRequest
 from kvsp_core.limits import UNREACHABLE_MS
 from kvsp_core.machines.prefetch import PrefetchLimits
 from kvsp_core.messages import (
     FetchRange,
+    LeaseRequest,
     LookupAnswer,
     MatchedBlock,
     PrefetchBlock,
@@ -53,6 +55,7 @@ from tests.unit.roles.instance_world import (
     ME,
     PC,
     SESSION,
+    B,
     World,
     digests_of,
     key_of,
@@ -203,6 +206,53 @@ def test_copies_that_fail_are_done_without_and_leases_that_fail_are_asked_for_ag
     world.answer(renewal, Problem(NOT_FOUND, "gone"))
     ((lease, _),) = world.calls(CreateLease)
     world.answer(lease, Problem(NOT_FOUND, "gone"))
+    assert not world.calls(CreateLease)
+
+
+def leases_at(world: World, gone: set[str]) -> tuple[list[int], set[str]]:
+    """Answer leases as a holder that lacks these blocks; return how many each named, and what is leased."""
+    sizes, leased = [], set()
+    while found := world.calls(CreateLease):
+        ((number, each),) = found
+        assert isinstance(each.call.body, bytes)
+        keys = decode(LeaseRequest, each.call.body).block_keys
+        sizes.append(len(keys))
+        if gone.intersection(keys):
+            world.answer(number, Problem(NOT_FOUND, "gone"))
+        else:
+            leased.update(keys)
+            world.grant_leases()
+    return sizes, leased
+
+
+@pytest.mark.requirement("CP-1")
+def test_a_copy_that_is_gone_does_not_cost_the_others_their_lease() -> None:
+    world = World(copy_holder=CACHE, copy_lease_ms=900)
+    prompt = tuple(range(20 * B))
+    keys = key_of(prompt)
+    world.begin(prompt)
+    world.run_jobs()
+    world.acknowledge_checkpoints()
+    for index in range(len(keys)):
+        world.do(engine.BlockComputed(world.sequence(), index))
+    for _ in keys:
+        world.run_jobs()
+        for number, _ in world.calls(StoreBlock):
+            world.answer(number, status=201)
+    sizes, leased = leases_at(world, {keys[0], keys[11]})
+    assert leased == set(keys) - {keys[0], keys[11]}
+    world.later(300)
+    for number, _ in world.calls(RenewLease):
+        world.answer(number, Problem(NOT_FOUND, "gone"))
+    sizes, leased = leases_at(world, {keys[3]})
+    assert leased == set(keys) - {keys[0], keys[3], keys[11]}
+    world.later(300)
+    for number, _ in world.calls(RenewLease):
+        world.answer(number, Problem(NOT_FOUND, "gone"))
+    sizes, leased = leases_at(world, set(keys))  # it has lost everything, which a few questions show
+    assert leased == set()
+    assert sizes[-8:] == [1] * 8
+    assert len(sizes) < 14
     assert not world.calls(CreateLease)
 
 
