@@ -2,25 +2,26 @@
 it may.
 
 For each session three machines meet: `resume` (which epoch is served here, and how it comes to run), the
-output gate (what may be released, when a checkpoint is due), and the engine's sequence. Requirements CP-1,
-CP-3, CP-5, MG-2, MG-3; decisions W19, W20, W31.
+output gate (what may be released, when a checkpoint is due), and the engine's sequence. How sessions come
+into the engine is in `instance_places`, who gets their output in `instance_streams`. Requirements CP-1, CP-3,
+CP-5, MG-2, MG-3; decisions W19, W20, W31.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Final
 
 import attrs
 
-from kvsp_core.answers import lines_response, read_answer
+from kvsp_core.answers import read_answer
 from kvsp_core.block_keys import BlockKeyChain
-from kvsp_core.bodies import encode
 from kvsp_core.errors import RemoteProtocolError
-from kvsp_core.ext_messages import OutputEnd, OutputRequest, OutputToken
+from kvsp_core.ext_messages import OutputEnd, OutputRequest
 from kvsp_core.identity import CompatibilityDescriptor, Scope
 from kvsp_core.limits import MAX_INSTANCE_SESSIONS
-from kvsp_core.machines import output, prefetch, resume
+from kvsp_core.machines import output, resume
 from kvsp_core.messages import CheckpointRecorded, ResumeRequest
 from kvsp_core.problems import (
     BAD_REQUEST,
@@ -36,24 +37,20 @@ from kvsp_core.records import SessionCheckpoint
 from kvsp_core.resources import RecordCheckpoint
 from kvsp_core.roles import engine, instance_imports
 from kvsp_core.roles.instance_copies import Copies
-from kvsp_core.roles.instance_imports import Imports
 from kvsp_core.roles.instance_loads import Loads
 from kvsp_core.roles.instance_meter import Meter
+from kvsp_core.roles.instance_places import Places
+from kvsp_core.roles.instance_streams import Streams
 from kvsp_core.roles.local_blocks import LocalBlocks
-from kvsp_core.roles.role import (
-    AnswerReceived,
-    BlockName,
-    CallFailed,
-    JobDone,
-    JobFailed,
-    Respond,
-    Send,
-)
+from kvsp_core.roles.role import AnswerReceived, CallFailed, JobDone, JobFailed
 from kvsp_core.roles.served_session import ServedSession
 from kvsp_core.roles.serving import done, refuse
 from kvsp_core.roles.work import Work
 
 __all__ = ["CheckpointFor", "Sessions"]
+
+_PROMPT_WANTED: Final = Problem(PRECONDITION_REQUIRED, "prompt: blocks of it are gone; send its tokens again")
+_GONE_ON: Final = Problem(STALE_EPOCH, "the session has gone on in another epoch; ask its controller")
 
 
 @attrs.frozen
@@ -96,12 +93,10 @@ class Sessions:
         max_sessions: int = MAX_INSTANCE_SESSIONS,
     ) -> None:
         self._work = work
-        self._blocks = blocks
         self._loads = loads
         self._prefetches = prefetches
         self._copies = copies
         self._meter = meter
-        self._imports = Imports(work, blocks, copies)
         self._controller_uri = controller_uri
         self._models = models
         self._scopes = scopes
@@ -109,19 +104,25 @@ class Sessions:
         self._open_session = open_session
         self._close_session = close_session
         self._random_bytes = random_bytes
-        self._batch_size = batch_size
         self._call_timeout_ms = call_timeout_ms
         self._resume_load_ms = resume_load_ms
         self._kept_ms = kept_ms
         self._max_sessions = max_sessions
         self._sessions: dict[str, ServedSession] = {}
-        self._sequences: dict[int, str] = {}
-        self._streams: dict[int, str] = {}
+        self._streams = Streams(work)
+        self._places = Places(
+            work,
+            blocks,
+            prefetches,
+            copies,
+            meter,
+            sessions=self._sessions,
+            models=models,
+            batch_size=batch_size,
+            prefix_lost=self._prefix_lost,
+        )
         self._loading: dict[str, tuple[str, int]] = {}  # directive -> session, epoch
         self._awaited: dict[str, list[str]] = {}  # directive -> sessions that wait for its end
-        self._queue: dict[str, None] = {}  # sessions that wait for a place in the engine, in order
-        self._admitting = False
-        self._last_sequence = 0
         self._due: list[tuple[int, str]] = []
 
     # What the status reports
@@ -129,12 +130,12 @@ class Sessions:
     @property
     def running(self) -> int:
         """Sequences the engine has."""
-        return len(self._sequences)
+        return self._places.running
 
     @property
     def queued(self) -> int:
         """Sessions that wait for a place in the engine."""
-        return len(self._queue)
+        return self._places.queued
 
     # Requests
 
@@ -209,12 +210,11 @@ class Sessions:
             self._work.emit(refuse(request_id, Problem(NOT_FOUND, "the session is not served here any more")))
             return
         if isinstance(state, resume.Loading | resume.NeedsPrompt):
-            session.waiting.append((request_id, body.from_index))
-            self._streams[request_id] = session.name
+            self._streams.wait(session, request_id, body.from_index)
             if body.prompt is not None:
                 self._prompt_came(session, request_id, body.prompt, now_ms)
             elif isinstance(state, resume.NeedsPrompt):
-                self._ask_prompt(session)
+                self._streams.refuse_waiting(session, _PROMPT_WANTED)
             else:
                 session.belong()
             return
@@ -222,18 +222,8 @@ class Sessions:
         self._begin_stream(session, request_id, body.from_index, now_ms)
 
     def _begin_stream(self, session: ServedSession, request_id: int, from_index: int, now_ms: int) -> None:
-        self._end_stream(session)
-        session.stream = request_id
-        self._streams[request_id] = session.name
-        self._work.emit(Respond(request_id, lines_response(), streaming=True))
+        self._streams.begin(session, request_id)
         self._through_gate(session, output.Attached(from_index), now_ms)
-
-    def _end_stream(self, session: ServedSession) -> None:
-        """Cut a stream without its end line."""
-        if session.stream is not None:
-            self._work.emit(Send(session.stream, b"", end=True))
-            self._streams.pop(session.stream, None)
-            session.stream = None
 
     def _prompt_came(
         self, session: ServedSession, request_id: int, prompt: tuple[int, ...], now_ms: int
@@ -247,12 +237,6 @@ class Sessions:
             session.prompt = prompt
             session.belong()
         self._advance(session, resume.PromptReceived(state.epoch, matches), now_ms, request_id=request_id)
-
-    def _ask_prompt(self, session: ServedSession) -> None:
-        problem = Problem(PRECONDITION_REQUIRED, "prompt: blocks of it are gone; send its tokens again")
-        for request_id, _ in session.waiting:
-            self._work.emit(refuse(request_id, problem))
-        session.waiting.clear()
 
     # The session's own machine
 
@@ -287,7 +271,7 @@ class Sessions:
                     assert isinstance(event, resume.ResumeReceived)
                     self._load(session, epoch, event.checkpoint, now_ms)
                 case resume.AskPrompt():
-                    self._ask_prompt(session)
+                    self._streams.refuse_waiting(session, _PROMPT_WANTED)
                 case resume.Start(checkpoint=checkpoint):
                     self._start(session, checkpoint, now_ms)
                 case resume.GiveUp():
@@ -338,21 +322,13 @@ class Sessions:
         session = self._sessions.get(name)
         if session is not None:
             session.loading = None
-            self._advance(session, resume.BlocksLoaded(epoch, self._leading_held(session)), now_ms)
+            self._advance(session, resume.BlocksLoaded(epoch, self._places.leading_held(session)), now_ms)
             return
         for name in self._awaited.pop(directive, ()):
             session = self._sessions.get(name)
             if session is not None and session.awaits == directive:
                 session.awaits = None
-                self._enqueue(session, now_ms)
-
-    def _held(self, session: ServedSession, index: int) -> BlockName | None:
-        """Return the name under which a block is held here, or None."""
-        return next((n for n in session.names_of(index) if self._blocks.tier_of(n) is not None), None)
-
-    def _leading_held(self, session: ServedSession) -> int:
-        held = (self._held(session, index) for index in range(len(session.keys)))
-        return next((index for index, name in enumerate(held) if name is None), len(session.keys))
+                self._places.enqueue(session, now_ms)
 
     # Into the engine
 
@@ -380,7 +356,7 @@ class Sessions:
             prompt = session.prompt or (*(0,) * prompt_start, *checkpoint.prompt_tail)
             session.tokens = (*prompt, *generated)
             if session.known_from:
-                self._keep_prompt(session)
+                self._places.keep_prompt(session)
         assert session.sampler is not None
         session.gate = output.OutputGate(
             epoch=session.state.epoch if not isinstance(session.state, resume.Absent) else 0,
@@ -399,80 +375,13 @@ class Sessions:
             self._awaited.setdefault(pending, []).append(session.name)
             session.awaits = pending
         else:
-            self._enqueue(session, now_ms)
+            self._places.enqueue(session, now_ms)
 
-    def _keep_prompt(self, session: ServedSession) -> None:
-        """Keep the blocks of a prompt that is not known here from eviction until they are in the engine."""
-        blocks = range(len(session.prompt_keys))
-        session.kept = tuple(session.name_of(index) for index in blocks)
-        for name in session.kept:
-            self._blocks.keep(name)
-
-    def _let_prompt_go(self, session: ServedSession) -> None:
-        for name in session.kept:
-            self._blocks.let_go(name)
-        session.kept = ()
-
-    def _enqueue(self, session: ServedSession, now_ms: int) -> None:
-        self._queue[session.name] = None
-        self._admit(now_ms)
-
-    def _admit(self, now_ms: int) -> None:
-        """Give waiting sessions the free places of the engine, in the order in which they came, and start
-        the sequences whose blocks are in the engine."""
-        if self._admitting:
-            return  # where a start has failed its place is free again, and the loop below sees that
-        self._admitting = True
-        while (self._queue and len(self._sequences) < self._batch_size) or self._imports.any_done:
-            if self._queue and len(self._sequences) < self._batch_size:
-                self._give_place(self._sessions[next(iter(self._queue))], now_ms)
-            for (name, run), count in self._imports.take_done():
-                session = self._sessions.get(name)
-                if session is not None and session.run == run:
-                    self._start_sequence(session, count, now_ms)
-        self._admitting = False
-
-    def _give_place(self, session: ServedSession, now_ms: int) -> None:
-        """Take a session out of the queue, and bring the blocks that are held of it into the engine."""
-        del self._queue[session.name]
-        self._last_sequence += 1
-        session.sequence = self._last_sequence
-        self._sequences[session.sequence] = session.name
-        most = (len(session.tokens) - 1) // self._models[session.compat_id].block_tokens
-        count = min(self._leading_held(session), most)
-        copy_as = tuple(session.name_of(index) for index in range(count))
-        names = tuple(self._held(session, index) or own for index, own in enumerate(copy_as))
-        self._imports.begin((session.name, session.run), session.sequence, names, copy_as)
-        self._let_prompt_go(session)
-        if session.request_ref is not None:
-            self._prefetches.handle(prefetch.RequestArrived(session.request_ref), now_ms)
-
-    def _start_sequence(self, session: ServedSession, blocks: int, now_ms: int) -> None:
-        model, gate = self._models[session.compat_id], session.gate
-        assert session.sequence is not None
-        assert session.sampler is not None
-        assert gate is not None
-        cached = blocks * model.block_tokens
-        if cached < session.known_from:
-            self._prefix_lost(session, gate, blocks, now_ms)
-            return
-        session.started = True
-        self._meter.started(session.sequence, len(session.tokens) - cached, now_ms)
-        self._work.observe("kvsp_cached_tokens", cached)
-        self._work.observe("kvsp_recomputed_tokens", len(session.tokens) - cached)
-        self._work.emit(
-            engine.StartSequence(
-                sequence=session.sequence,
-                tokens=session.tokens,
-                cached_tokens=cached,
-                sampler=attrs.evolve(session.sampler, step=gate.decoded),
-                known_from=session.known_from,
-            )
-        )
-
-    def _prefix_lost(self, session: ServedSession, gate: output.OutputGate, blocks: int, now_ms: int) -> None:
+    def _prefix_lost(self, session: ServedSession, blocks: int, now_ms: int) -> None:
         """A block of the prompt was lost on the way into the engine, and its tokens are not known: end the
         stream, so that the front end comes back and is asked for the prompt."""
+        gate = session.gate
+        assert gate is not None
         checkpoint = session.checkpoint(gate.decoded)
         lost = resume.PrefixLost(epoch=gate.epoch, checkpoint=checkpoint, blocks=blocks)
         self._abort(session, now_ms)
@@ -482,8 +391,7 @@ class Sessions:
 
     def job_ended(self, purpose: instance_imports.Purpose, item: JobDone | JobFailed, now_ms: int) -> None:
         """Take in how a read or an import has ended."""
-        self._imports.job_ended(purpose, item, now_ms)
-        self._admit(now_ms)
+        self._places.job_ended(purpose, item, now_ms)
 
     def call_ended(self, purpose: CheckpointFor, item: AnswerReceived | CallFailed, now_ms: int) -> None:
         """Take in how a checkpoint was answered."""
@@ -504,8 +412,8 @@ class Sessions:
 
     def engine_event(self, event: engine.EngineEvent, now_ms: int) -> None:
         """Take in what the engine did."""
-        session = self._sessions.get(self._sequences.get(event.sequence, ""))
-        if session is None or session.sequence != event.sequence or session.gate is None:
+        session = self._places.session_of(event.sequence)
+        if session is None or session.gate is None:
             return
         match event:
             case engine.Prefilled():
@@ -533,18 +441,10 @@ class Sessions:
                 case output.SendCheckpoint(offset):
                     self._send_checkpoint(session, offset)
                 case output.Deliver(first_index, tokens):
-                    if session.stream is not None:
-                        lines = (
-                            encode(OutputToken(index=index, epoch=gate.epoch, token=token)) + b"\n"
-                            for index, token in enumerate(tokens, first_index)
-                        )
-                        self._work.emit(Send(session.stream, b"".join(lines)))
+                    self._streams.send(session, gate.epoch, first_index, tokens)
                 case output.DeliverEnd(reason, index):
                     if session.stream is not None:
-                        line = encode(OutputEnd(end=reason, index=index, epoch=gate.epoch)) + b"\n"
-                        self._work.emit(Send(session.stream, line, end=True))
-                        self._streams.pop(session.stream, None)
-                        session.stream = None
+                        self._streams.end(session, OutputEnd(end=reason, index=index, epoch=gate.epoch))
                         gate.handle(output.Detached(), now_ms)
                 case output.PauseDecoding():
                     if session.started and session.sequence is not None:
@@ -579,7 +479,7 @@ class Sessions:
         if self._copies.busy(session.name, session.run):
             session.leaving = True  # Its last blocks have yet to come out of the engine.
         else:
-            self._leave_engine(session, now_ms)
+            self._places.leave(session, now_ms)
         session.forget_at_ms = now_ms + self._kept_ms
         self._advance(session, resume.SessionEnded(state.epoch), now_ms)
 
@@ -599,35 +499,21 @@ class Sessions:
     def _abort(self, session: ServedSession, now_ms: int) -> None:
         """Stop everything that is done for a session in its present epoch."""
         self._copies.abandon(session.name, session.run)
-        self._imports.abandon((session.name, session.run))
+        self._places.give_up(session)
         if session.loading is not None:
             del self._loading[session.loading]
             self._loads.withdraw(session.loading, now_ms)
-        self._queue.pop(session.name, None)
-        self._let_prompt_go(session)
         session.run += 1
         session.gate = session.awaits = session.loading = None
-        self._leave_engine(session, now_ms)
-        self._end_stream(session)
-        problem = Problem(STALE_EPOCH, "the session has gone on in another epoch; ask its controller")
-        for request_id, _ in session.waiting:
-            self._work.emit(refuse(request_id, problem))
-        session.waiting.clear()
+        self._places.leave(session, now_ms)
+        self._streams.cut(session)
+        self._streams.refuse_waiting(session, _GONE_ON)
 
     def exported(self, name: str, now_ms: int) -> None:
         """Take note that a block of a session has come out of the engine, or never will."""
         session = self._sessions.get(name)
         if session is not None and session.leaving and not self._copies.busy(name, session.run):
-            self._leave_engine(session, now_ms)
-
-    def _leave_engine(self, session: ServedSession, now_ms: int) -> None:
-        session.leaving = False
-        if session.sequence is not None:
-            self._work.emit(engine.Abort(session.sequence))
-            self._meter.left(session.sequence)
-            del self._sequences[session.sequence]
-            session.sequence, session.started = None, False
-            self._admit(now_ms)
+            self._places.leave(session, now_ms)
 
     def _close(self, session: ServedSession, now_ms: int) -> None:
         if session.counted:
@@ -645,13 +531,13 @@ class Sessions:
 
     def output_ready(self, request_id: int, now_ms: int) -> None:
         """Take note that a stream has room again."""
-        session = self._sessions.get(self._streams.get(request_id, ""))
+        session = self._sessions.get(self._streams.session_of(request_id))
         if session is not None and session.stream == request_id:
             self._through_gate(session, output.StreamReady(), now_ms)
 
     def request_ended(self, request_id: int, now_ms: int) -> None:
         """Take note that a request is gone, answered or not."""
-        session = self._sessions.get(self._streams.pop(request_id, ""))
+        session = self._sessions.get(self._streams.gone(request_id))
         if session is None:
             return
         session.waiting = [waiting for waiting in session.waiting if waiting[0] != request_id]

@@ -48,7 +48,7 @@ def test_all_that_a_front_end_asks_for_a_generation_belongs_to_it() -> None:
     client.fail()  # the stream: it asks who owns the session
     client.answer(info())
     client.started()
-    client.end(0)
+    client.end(0, epoch=2)
     client.put(AnswerReceived(client.call.call_id, *empty_response()))
     resources = [(call.request.method, call.request.path.rsplit("/", 1)[-1]) for call in client.calls]
     assert resources == [
