@@ -266,6 +266,8 @@ class ShardMaps:
                 case CommitCall(_, instance, version):
                     if problem is None or problem.type == PLAN_CONFLICT:
                         event = m.CommitAnswered(instance, version, problem is None)
+                    if problem is not None:
+                        self._groups[call.map].unwilling |= {instance}
                 case AbortCall(_, instance, version):
                     if item.response.status < 500:
                         event = m.AbortAnswered(instance, version)
@@ -302,8 +304,8 @@ class ShardMaps:
             self._alarms.set(map_id, soon_ms)  # not at once: a member may have refused
         elif not state.lost & _members(state):
             self._unrepaired.pop(map_id, None)
-        elif isinstance(before, m.Aborting):
-            # Not at once, lest a member that refuses be asked without end.
+        elif isinstance(before, m.Aborting | m.Committing):
+            # Not at once, lest a member that refuses, a plan or what became of it, be asked without end.
             self._unrepaired[map_id] = None
             self._alarms.set(map_id, soon_ms)
         else:

@@ -227,6 +227,24 @@ def test_an_instance_that_takes_no_range_does_not_keep_it_from_another(split: Gr
 
 
 @pytest.mark.requirement("RS-6")
+def test_a_member_that_takes_plans_and_refuses_their_commits_is_not_asked_without_end(split: Group) -> None:
+    split.report(B, epoch=2, state="draining", ttl_ms=60_000)
+    for takes in (C, A):
+        plans = {name: told for name, told in split.told().items() if isinstance(told, ReshardPlan)}
+        assert [name for name, plan in plans.items() if plan.assign] == [takes]
+        split.answer_all()
+        for call in tuple(split.calls.values()):
+            if call.base_uri == takes == C:
+                del split.calls[call.call_id]
+                split.give(AnswerReceived(call.call_id, *problem_response(Problem(PLAN_CONFLICT))))
+            else:
+                split.reply(call)
+        assert split.told() == {}
+        split.pass_time(500)
+    assert split.owners() == [A, A]
+
+
+@pytest.mark.requirement("RS-6")
 def test_a_commit_is_repeated_until_it_is_answered(group: Group) -> None:
     group.split(A)
     group.answer_all()

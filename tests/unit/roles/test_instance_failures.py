@@ -211,7 +211,8 @@ def test_copies_that_fail_are_done_without_and_leases_that_fail_are_asked_for_ag
 
 def leases_at(world: World, gone: set[str]) -> tuple[list[int], set[str]]:
     """Answer leases as a holder that lacks these blocks; return how many each named, and what is leased."""
-    sizes, leased = [], set()
+    sizes: list[int] = []
+    leased: set[str] = set()
     while found := world.calls(CreateLease):
         ((number, each),) = found
         assert isinstance(each.call.body, bytes)
