@@ -306,5 +306,7 @@ def _check_apart(path: Path, config: Config) -> None:
             f"{path}: storage_key_file: {stores[0]} stores on disk and needs one;"
             " make it with: (umask 077; head -c 32 /dev/urandom > storage.key)"
         )
-    if config.index is not None and config.scopes and len(config.roles) == 1:
-        raise DocumentError(f"{path}: scopes: an index must not have Scope Keys; remove them")
+    if config.index is not None and config.scopes and config.instance is None and config.front_end is None:
+        raise DocumentError(
+            f"{path}: scopes: an index must not have Scope Keys; no other role here needs any, so remove them"
+        )

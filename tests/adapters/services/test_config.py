@@ -92,8 +92,10 @@ def test_a_mistake_is_one_line_with_its_key(path: Path, text: str, said: str) ->
 
 
 @pytest.mark.requirement("SK-5")
-def test_an_index_is_given_no_scope_key(path: Path) -> None:
-    path.write_text(f'{COMMON}{INDEX}[[scopes]]\nkey_file = "storage.key"\n')
+@pytest.mark.parametrize("others", ["", CONTROLLER, HOLDER + HOST, CONTROLLER + HOLDER + HOST])
+def test_an_index_is_given_no_scope_key(path: Path, others: str) -> None:
+    stored = 'storage_key_file = "storage.key"\n'
+    path.write_text(f'{COMMON}{stored}{INDEX}{others}[[scopes]]\nkey_file = "storage.key"\n')
     with pytest.raises(DocumentError, match="an index must not have Scope Keys"):
         read_config(path)
 
@@ -103,14 +105,14 @@ def test_limits_are_taken_over_and_every_other_change_is_named_by_its_key(path: 
     path.write_text(COMMON + stored + INDEX + CONTROLLER + HOLDER + HOST)
     before = read_config(path)
     path.write_text(
-        f'{COMMON}{stored}loop = "asyncio"\nmonitoring.port = 1\n{INDEX}max_ttl_ms = 7\n'
-        f"{CONTROLLER}min_active = 3\nprefetch = false\n[controller.classes]\n"
-        f'"https://127.0.0.1:8444/kvsp/" = "a"\n[[scopes]]\nkey_file = "storage.key"\n'
+        f'{COMMON}{stored}loop = "asyncio"\ndescriptor_files = ["ca.pem"]\nmonitoring.port = 1\n'
+        f"{INDEX}max_ttl_ms = 7\n{CONTROLLER}min_active = 3\nprefetch = false\n[controller.classes]\n"
+        f'"https://127.0.0.1:8444/kvsp/" = "a"\n'
     )
     after, differ = with_limits_of(before, read_config(path))
     assert after.index is not None
     assert after.controller is not None
     assert (after.index.max_ttl_ms, after.controller.min_active, after.controller.prefetch) == (7, 3, False)
     assert after.controller.classes == {}
-    assert differ == ("loop", "monitoring.port", "scopes", "holder", "controller.classes")
+    assert differ == ("descriptor_files", "loop", "monitoring.port", "holder", "controller.classes")
     assert with_limits_of(before, before) == (before, ())
