@@ -2,8 +2,8 @@
 
 SIGHUP reads policy, limits and certificates again, and deletes what the policy says is to be purged; what
 cannot be used is said and changes nothing. SIGTERM and SIGINT stop in order: no new connections, what is
-under way ends, stores are closed; then the log says "safe to stop". A role whose write could not be made
-durable is discarded and rebuilt from its store, a bounded number of times.
+under way ends, stores are closed; then the log says "safe to stop", or which roles were not done. A role
+whose write could not be made durable is discarded and rebuilt from its store, a bounded number of times.
 """
 
 from __future__ import annotations
@@ -68,6 +68,8 @@ class Process:
         self.stopping = anyio.Event()
         self.failure: str | None = None
         self.hurried = False
+        self.unfinished: tuple[str, ...] = ()
+        """The roles that had something left to hand over when the time for that was over."""
         self._log = structlog.get_logger()
         self._beat = time.monotonic()
         self.roles = [RunningRole(self, name, section) for name, section in config.roles.items()]
@@ -150,12 +152,20 @@ class Process:
                 role.begin_to_stop()
             while not self.hurried and not all(role.is_safe_to_stop for role in self.roles):
                 await anyio.sleep(0.05)
+        self.unfinished = tuple(role.name for role in self.roles if not role.is_safe_to_stop)
         for role in self.roles:
             if role.listener is not None:
                 role.listener.shutdown()
         with anyio.move_on_after(CLOSE_S):
             while not self.hurried and any(r.listener is not None and r.listener.links for r in self.roles):
                 await anyio.sleep(0.05)
+
+    def say_end(self) -> None:
+        """Say that nothing is left to hand over, or who had something left; once stores are closed."""
+        if self.unfinished:
+            self._log.warning("stopped with work left", roles=" ".join(self.unfinished))
+        else:
+            self._log.info("safe to stop")
 
     def close(self) -> None:
         """Close every role; blocks."""
@@ -211,7 +221,7 @@ async def _serve(
         finally:
             if monitoring is not None:
                 monitoring.close()
-    log.info("safe to stop")
+    process.say_end()
     return process.failure
 
 

@@ -12,12 +12,16 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
+import anyio
 import httpx
 import pytest
+import structlog
 
 from kvsp_core.identity import component_id
 from kvsp_services.pki import issue
+from kvsp_services.process import Process
 from tests.adapters.services.cluster import Cluster, until
 
 SCOPE = "6d1c6481cd428737da312c089db3832a"
@@ -254,3 +258,20 @@ def test_a_front_end_is_ready_once_its_api_takes_connections() -> None:
     assert role.unready is None
     role.trouble = "being rebuilt"
     assert role.unready == "being rebuilt"
+
+
+@pytest.mark.parametrize(
+    ("done", "said"),
+    [
+        (True, {"event": "safe to stop", "log_level": "info"}),
+        (False, {"event": "stopped with work left", "roles": "instance", "log_level": "warning"}),
+    ],
+)
+def test_a_process_that_was_hurried_does_not_say_that_it_is_safe(done: bool, said: dict[str, str]) -> None:
+    role = SimpleNamespace(name="instance", begin_to_stop=lambda: None, is_safe_to_stop=done, listener=None)
+    with structlog.testing.capture_logs() as logs:
+        process = object.__new__(Process)
+        process.roles, process.hurried, process._log = [role], True, structlog.get_logger()  # type: ignore[list-item]
+        anyio.run(process.drain)
+        process.say_end()
+    assert logs == [said]
