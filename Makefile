@@ -8,7 +8,7 @@ JOBS ?= 2
 # A fixed sample keeps a run comparable; the long profile plants all of them.
 MUTATIONS = $(if $(filter long,$(KVSP_PROFILE)),--all,--sample 14 --seed 5)
 
-.PHONY: help demo test test-vllm lint verify bench fuzz docs coverage audit constraints format clean
+.PHONY: help demo test test-vllm lint verify bench fuzz docs coverage audit constraints clean
 
 help:
 	@echo "make demo        a cluster serving a real model, shown and checked; build/demo.html"
@@ -18,9 +18,11 @@ help:
 	@echo "make verify      the longer proofs: properties, exploration, simulation, fuzzing, mutations"
 	@echo "make bench       speed and memory, side by side with others; build/bench.json"
 	@echo "make fuzz        coverage-guided fuzzing; TARGET=name SECONDS=n"
+	@echo "make coverage    requirements of the protocol, and which have a test"
 	@echo "make audit       known weaknesses of the installed packages; needs the advisory database"
 	@echo "make constraints renews the versions that everything is tested with"
 	@echo "make docs        regenerates the generated parts of docs/"
+	@echo "make clean       removes what was built, but for the virtual environments"
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
