@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from types import MappingProxyType
 from typing import Any, Final, Protocol, TypeAlias
 
 import anyio
@@ -45,6 +46,22 @@ MAX_STOP_CHARS: Final = 200
 DEFAULT_MAX_TOKENS: Final = 256
 CLIENT_GONE: Final = 499
 """What nobody receives."""
+_PLAIN: Final[Mapping[str, object]] = MappingProxyType(
+    {
+        "n": 1,
+        "best_of": 1,
+        "echo": False,
+        "suffix": None,
+        "logprobs": None,
+        "logit_bias": {},
+        "presence_penalty": 0,
+        "frequency_penalty": 0,
+        "response_format": {"type": "text"},
+        "tools": [],
+        "functions": [],
+    }
+)
+"""Members that would change the answer and are not supported, each with the value that asks for nothing."""
 
 
 @attrs.frozen(kw_only=True)
@@ -211,7 +228,7 @@ class _Api:
         body = _json_object(octets)
         if body.get("model", self._model) != self._model:
             raise _Refusal(404, f"no such model; this server has {self._model}", "model")
-        for name, plain in (("n", 1), ("logprobs", None), ("echo", False), ("tools", None), ("best_of", 1)):
+        for name, plain in _PLAIN.items():
             if body.get(name, plain) not in (plain, None, False, 0):
                 raise _Refusal(400, f"{name} is not supported; leave it out", name)
         prompt = self._prompt(body, chat)

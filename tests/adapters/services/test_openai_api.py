@@ -173,6 +173,11 @@ def test_the_prompt_may_be_tokens_and_the_seed_is_kept() -> None:
         ({"model": "other"}, "no such model"),
         ({"n": 2}, "n is not supported"),
         ({"logprobs": 3}, "logprobs is not supported"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty is not supported"),
+        ({"presence_penalty": -1}, "presence_penalty is not supported"),
+        ({"logit_bias": {"5": 100}}, "logit_bias is not supported"),
+        ({"suffix": "end"}, "suffix is not supported"),
+        ({"extra_body": {"response_format": {"type": "json_object"}}}, "response_format is not supported"),
         ({"prompt": ""}, "prompt must be"),
         ({"prompt": ["a"]}, "prompt must be"),
         ({"prompt": [5, -1]}, "a token is from 0 to 1114111"),
@@ -199,6 +204,19 @@ def test_what_cannot_be_done_is_refused(members: dict[str, Any], says: str) -> N
         talk(backend, use)
     assert 400 <= error.value.status_code < 500
     assert backend.asked == []
+
+
+def test_what_asks_for_nothing_is_taken() -> None:
+    nothing: dict[str, Any] = {
+        "n": 1,
+        "echo": False,
+        "suffix": None,
+        "logit_bias": {},
+        "frequency_penalty": 0.0,
+    }
+    nothing |= {"extra_body": {"response_format": {"type": "text"}, "tools": []}}
+    answer = talk(Backend(), lambda client: client.completions.create(model="m", prompt="x", **nothing))
+    assert answer.choices[0].text == ANSWER
 
 
 @pytest.mark.parametrize("chat", [True, False])
