@@ -266,14 +266,18 @@ class ShardMaps:
                 case CommitCall(_, instance, version):
                     if problem is None or problem.type == PLAN_CONFLICT:
                         event = m.CommitAnswered(instance, version, problem is None)
-                    if problem is not None:
-                        self._groups[call.map].unwilling |= {instance}
                 case AbortCall(_, instance, version):
                     if item.response.status < 500:
                         event = m.AbortAnswered(instance, version)
                 case _:
                     assert_never(call)
         group = self._groups[call.map]
+        if (
+            isinstance(event, m.CommitAnswered)
+            and isinstance(group.state, m.Committing)
+            and not event.accepted
+        ):
+            group.unwilling |= {call.instance} & group.state.waiting
         retry_ms = self._retry_ms << group.failures
         failed = isinstance(event, m.CallFailed)
         group.failures = min(group.failures + 1, _MOST_DOUBLINGS) if failed else 0

@@ -245,6 +245,30 @@ def test_a_member_that_takes_plans_and_refuses_their_commits_is_not_asked_withou
 
 
 @pytest.mark.requirement("RS-6")
+def test_a_member_that_says_its_range_is_gone_may_have_it_again(group: Group) -> None:
+    group.split(A, C)
+    group.answer_all()
+    group.answer_all()
+    group.report(A, state="draining", ttl_ms=60_000)
+    group.report(C, epoch=2, ttl_ms=60_000)
+    asked = []
+    for _ in range(2):
+        (takes,) = (n for n, told in group.told().items() if isinstance(told, ReshardPlan) and told.assign)
+        asked.append(takes)
+        for call in tuple(group.calls.values()):
+            group.reply(call, status=503 if call.base_uri == B else 200)
+        for call in tuple(group.calls.values()):
+            if call.base_uri == C and takes == B:  # it is asked whether it still has its range
+                del group.calls[call.call_id]
+                group.give(AnswerReceived(call.call_id, *problem_response(Problem(PLAN_CONFLICT))))
+            else:
+                group.reply(call)
+        group.pass_time(500)
+    assert asked == [B, C]
+    assert group.owners() == [A, C]
+
+
+@pytest.mark.requirement("RS-6")
 def test_a_commit_is_repeated_until_it_is_answered(group: Group) -> None:
     group.split(A)
     group.answer_all()
