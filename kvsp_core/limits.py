@@ -305,7 +305,7 @@ REPLICA_TTL_MS: Final = 600_000
 """How long a holder asks the index to keep its records; it refreshes them at a third of that (PB-3)."""
 
 MAX_INDEX_CALLS: Final = 32
-"""Requests that a holder has on their way to the index at a time; more wait for their turn."""
+"""Requests that a holder has on their way to a part of the index at a time; more wait for their turn."""
 
 PUBLISH_TIMEOUT_MS: Final = 5000
 """How long a holder waits for the index's answer to a publication or withdrawal."""

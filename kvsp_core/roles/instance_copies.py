@@ -116,6 +116,8 @@ class Copies:
         self._users: dict[int, int] = {}  # buffer -> who still reads it
         self._tickets: dict[int, int] = {}  # ticket -> buffer
         self._due: list[tuple[int, _Run, str]] = []  # when to renew which lease; "" is when to lease again
+        self._puts = 0  # on their way
+        self._unreachable = False  # whether the last of them got no answer
 
     def export(self, session: str, run: int, name: BlockName, sequence: int, index: int) -> None:
         """Keep a block that the engine has computed."""
@@ -220,7 +222,14 @@ class Copies:
     # At the holder of copies
 
     def _put(self, run: _Run, name: BlockName, buffer: int, size_bytes: int) -> None:
+        """Copy a block. While the holder does not answer one block at a time goes there, and the others are
+        done without: waiting for it would keep those that follow, and their sessions, in the engine."""
         assert self._holder is not None
+        if self._unreachable and self._puts:
+            self._work.observe("kvsp_instance_copy_failures")
+            self._done_with(buffer)
+            return
+        self._puts += 1
         self._work.call(
             self._holder,
             StoreBlock(name.compat_id, name.scope_id, name.block_key),
@@ -236,6 +245,8 @@ class Copies:
         status = item.response.status if isinstance(item, AnswerReceived) else None
         match purpose:
             case _PutFor(run, name, buffer):
+                self._puts -= 1
+                self._unreachable = status is None
                 kept = self._kept.get(run)
                 if status is not None and (200 <= status < 300 or status == 412):
                     if kept is not None and not kept.closed:

@@ -3,8 +3,9 @@ decision W12).
 
 `Publisher` keeps for each block what the index should list and what it may list, and has one request on its
 way for each block, so that a withdrawal never overtakes the publication before it. So many requests are on
-their way at a time: a holder that starts with a million blocks, or an index that comes back empty, is served
-at that rate. Withdrawals go before publications, new publications before refreshes.
+their way to each part of the index at a time: a holder that starts with a million blocks, or an index that
+comes back empty, is served at that rate, and a part that does not answer holds up none of the others.
+Withdrawals go before publications, new publications before refreshes.
 """
 
 from __future__ import annotations
@@ -80,6 +81,17 @@ class _Entry:
     retries: int = 0
 
 
+@attrs.define(repr=False)
+class _Part:
+    """What goes to one part of the index."""
+
+    calls: int = 0
+    """Requests on their way."""
+    withdrawals: deque[str] = attrs.Factory(deque)
+    publications: deque[str] = attrs.Factory(deque)
+    refreshes: deque[str] = attrs.Factory(deque)
+
+
 class Publisher:
     """Keeps the index informed of the blocks of one holder.
 
@@ -109,12 +121,9 @@ class Publisher:
         self.ttl_ms = ttl_ms
         """What records are to be granted; holds from the next refresh on."""
         self._max_calls = max_calls
-        self._calls = 0
         self._stopped = False
         self._entries: dict[str, _Entry] = {}
-        self._withdrawals: deque[str] = deque()
-        self._publications: deque[str] = deque()
-        self._refreshes: deque[str] = deque()
+        self._parts = {uri: _Part() for uri in self._index.uris}
         self._due: list[tuple[int, str]] = []
         self._told: set[tuple[str, str]] = set()  # (part, descriptor it was told of)
         self._withdrawn: list[str] = []
@@ -130,7 +139,7 @@ class Publisher:
         if entry is None:
             entry = self._entries[block] = _Entry(block_key)
         entry.wanted = entry.changed = True
-        self._publications.append(block)
+        self._part_of(entry).publications.append(block)
         self._send(now_ms)
 
     def withdraw(self, block: str, now_ms: int) -> None:
@@ -144,7 +153,7 @@ class Publisher:
         if not entry.listed:
             self._forget(block)
             return
-        self._withdrawals.append(block)
+        self._part_of(entry).withdrawals.append(block)
         self._send(now_ms)
 
     def withdraw_all(self, now_ms: int) -> None:
@@ -156,7 +165,7 @@ class Publisher:
     @property
     def is_idle(self) -> bool:
         """Whether the index lists nothing of this holder, as far as is known, and nothing is under way."""
-        return not self._entries and not self._calls
+        return not self._entries and not any(part.calls for part in self._parts.values())
 
     def remaining_ms(self, block: str, now_ms: int) -> int:
         """Return how long the index has said to list a block still."""
@@ -187,19 +196,20 @@ class Publisher:
             if entry is None or entry.due_ms != due_ms:
                 continue
             entry.due_ms = 0
+            part = self._part_of(entry)
             if not entry.wanted:
-                self._withdrawals.append(block)
+                part.withdrawals.append(block)
             elif entry.changed:
-                self._publications.append(block)
+                part.publications.append(block)
             else:
-                self._refreshes.append(block)
+                part.refreshes.append(block)
         self._send(now_ms)
 
     def answered(self, call: IndexCall, response: Response, body: bytes, now_ms: int) -> None:
         """Take the index's answer in."""
-        self._calls -= 1
         match call:
             case TellDescriptor(part, compat_id):
+                self._parts[part].calls -= 1
                 if not response.is_success:
                     self._told.discard((part, compat_id))
             case PutRecord(block, refresh):
@@ -229,9 +239,9 @@ class Publisher:
 
     def failed(self, call: IndexCall, now_ms: int) -> None:
         """Take note that a call had no answer: what was sent may have arrived all the same, or may still."""
-        self._calls -= 1
         match call:
             case TellDescriptor(part, compat_id):
+                self._parts[part].calls -= 1
                 self._told.discard((part, compat_id))
             case PutRecord(block) | DeleteRecord(block):
                 entry = self._returned(block)
@@ -248,14 +258,18 @@ class Publisher:
     def _returned(self, block: str) -> _Entry:
         entry = self._entries[block]
         entry.calling = False
+        self._part_of(entry).calls -= 1
         return entry
+
+    def _part_of(self, entry: _Entry) -> _Part:
+        return self._parts[self._index.of(entry.block_key)]
 
     def _take_up(self, block: str, entry: _Entry) -> None:
         """Go on with what was asked for while a call was on its way."""
         if not entry.wanted:
-            self._withdrawals.append(block)
+            self._part_of(entry).withdrawals.append(block)
         elif entry.changed:
-            self._publications.append(block)
+            self._part_of(entry).publications.append(block)
 
     def _published(self, block: str, entry: _Entry, body: bytes, now_ms: int) -> None:
         try:
@@ -294,15 +308,19 @@ class Publisher:
 
     def _send(self, now_ms: int) -> None:
         """Send as much as may be on its way at a time, but for what a later wish has overtaken."""
-        while self._calls < self._max_calls:
-            if self._withdrawals:
-                block = self._withdrawals.popleft()
+        for part in self._parts.values():
+            self._send_to(part, now_ms)
+
+    def _send_to(self, part: _Part, now_ms: int) -> None:
+        while part.calls < self._max_calls:
+            if part.withdrawals:
+                block = part.withdrawals.popleft()
                 entry = self._entries.get(block)
                 if entry is not None and not entry.wanted and not entry.calling:
                     self._withdraw(block, entry)
-            elif self._publications or self._refreshes:
-                refresh = not self._publications
-                block = (self._refreshes if refresh else self._publications).popleft()
+            elif part.publications or part.refreshes:
+                refresh = not part.publications
+                block = (part.refreshes if refresh else part.publications).popleft()
                 entry = self._entries.get(block)
                 if entry is not None and entry.wanted and not entry.calling and (refresh or entry.changed):
                     self._put(block, entry, now_ms)
@@ -334,5 +352,5 @@ class Publisher:
             self._call(part, TellDescriptor(part, compat_id), operation, descriptor.canonical_json)
 
     def _call(self, part: str, purpose: IndexCall, operation: Operation, body: object = None) -> None:
-        self._calls += 1
+        self._parts[part].calls += 1
         self._work.call(part, operation, body, purpose=purpose, timeout_ms=PUBLISH_TIMEOUT_MS)

@@ -620,6 +620,22 @@ def test_requests_to_the_index_are_limited_in_number() -> None:
     assert len(loop.index_answers()) == 100
 
 
+@pytest.mark.requirement("OP-3", "PB-3")
+def test_a_part_of_the_index_that_does_not_answer_holds_up_none_of_the_others() -> None:
+    parts = IndexParts(("https://is1.example/", "https://is2.example/"))
+    keys = [hashlib.sha256(b"%d" % i).hexdigest() for i in range(200)]
+    loop = Loop(blocks=200, index_uris=parts.uris)
+    loop.start(*(("host", BlockName(COMPAT, SCOPE, key), container()) for key in keys))
+    silent: dict[int, Call] = {}
+    told = []
+    while loop.calls:
+        silent |= {n: call for n, call in loop.calls.items() if call.base_uri == parts.uris[0]}
+        loop.calls = {n: call for n, call in loop.calls.items() if n not in silent}
+        told += loop.index_answers()
+    assert len(silent) == 32
+    assert {key for _, key in told} == {key for key in keys if parts.of(key) == parts.uris[1]} | {COMPAT}
+
+
 # Restart
 
 

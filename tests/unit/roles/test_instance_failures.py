@@ -209,6 +209,39 @@ def test_copies_that_fail_are_done_without_and_leases_that_fail_are_asked_for_ag
     assert not world.calls(CreateLease)
 
 
+@pytest.mark.requirement("CP-1")
+def test_a_holder_of_copies_that_does_not_answer_keeps_no_block_in_the_engine() -> None:
+    world = World(copy_holder=CACHE)
+    prompt = tuple(range(14 * B))
+    keys = key_of(prompt)
+    world.begin(prompt)
+    world.run_jobs()
+    world.acknowledge_checkpoints()
+    for index in range(10):
+        world.do(engine.BlockComputed(world.sequence(), index))
+    world.run_jobs()
+    puts = world.calls(StoreBlock)
+    assert (len(puts), len(world.of(engine.ExportBlock))) == (4, 4)
+    world.fail(puts[0][0])
+    world.run_jobs()
+    assert world.beside.held() == set(keys[:10])
+    assert len(world.calls(StoreBlock)) == 3
+    for number, _ in puts[1:]:
+        world.fail(number)
+    for index in (10, 11):
+        world.do(engine.BlockComputed(world.sequence(), index))
+        world.run_jobs()
+        assert [each.operation.block_key for _, each in world.calls(StoreBlock)] == [keys[10]]  # type: ignore[attr-defined]
+    world.answer(world.calls(StoreBlock)[0][0], status=201)
+    for index in (12, 13):
+        world.do(engine.BlockComputed(world.sequence(), index))
+    world.run_jobs()
+    assert len(world.calls(StoreBlock)) == 2
+    buffers = {export.buffer for export in world.of(engine.ExportBlock)}
+    freed = [each.buffer for each in world.of(FreeBuffer) if each.buffer in buffers]
+    assert len(freed) == len(set(freed)) == 12
+
+
 def leases_at(world: World, gone: set[str]) -> tuple[list[int], set[str]]:
     """Answer leases as a holder that lacks these blocks; return how many each named, and what is leased."""
     sizes: list[int] = []
