@@ -108,6 +108,7 @@ class HolderSection(RoleSection, frozen=True, kw_only=True):
     tiers: list[TierSection]
     record_ttl_ms: _Count = 600_000
     max_lease_ttl_ms: _Count = 60_000
+    """Instances ask for leases of up to 60,000 ms, and have none where less is granted."""
     lease_quota_bytes: _Count = 64 << 30
 
 
