@@ -174,7 +174,7 @@ def _contents(file: BinaryIO) -> memoryview:
     type=click.IntRange(min=1),
     default=30_000,
     show_default=True,
-    help="How long, in milliseconds; the holder may grant less.",
+    help="How long, in milliseconds; more than the holder allows is refused.",
 )
 @as_json_option
 @with_credentials
