@@ -30,6 +30,7 @@ __all__ = [
     "CA_KEY",
     "Issued",
     "PKIError",
+    "Validity",
     "check_certificate",
     "check_host",
     "check_name",
@@ -43,6 +44,7 @@ CA_KEY: Final = "ca.key"
 _HOST: Final = re.compile(r"(?=.{1,253}\Z)([A-Za-z0-9_]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?(\.|\Z))+")
 _CA_DAYS: Final = 3650
 _LEAF_DAYS: Final = 365
+_WARN_AT_MOST: Final = datetime.timedelta(days=30)
 _CLOCK_SKEW: Final = datetime.timedelta(minutes=5)
 
 
@@ -50,8 +52,21 @@ class PKIError(KVSPError):
     """A certificate cannot be made: why, and what to do."""
 
 
-def check_certificate(path: Path, base_uri: str) -> None:
-    """Check that a role can be reached with a certificate, however it was made.
+@attrs.frozen
+class Validity:
+    """From when until when a certificate is valid."""
+
+    since: datetime.datetime
+    until: datetime.datetime
+
+    @property
+    def warn_from(self) -> datetime.datetime:
+        """When it is time to issue another one: in the last fifth of its time, and in the last 30 days."""
+        return self.until - min((self.until - self.since) / 5, _WARN_AT_MOST)
+
+
+def check_certificate(path: Path, base_uri: str) -> Validity:
+    """Check that a role can be reached with a certificate, however it was made; return how long it can.
 
     Raises `PKIError` where it has expired, or names other URIs than the role's base URI: its clients would
     refuse it.
@@ -69,6 +84,7 @@ def check_certificate(path: Path, base_uri: str) -> None:
         raise PKIError(f"{path}: it has expired on {until:%Y-%m-%d}; issue it anew")
     if uris and base_uri not in uris:
         raise PKIError(f"{path}: it names {', '.join(uris)} and not {base_uri}; issue one for that URI")
+    return Validity(certificate.not_valid_before_utc, until)
 
 
 @attrs.frozen

@@ -8,6 +8,7 @@ whose write could not be made durable is discarded and rebuilt from its store, a
 
 from __future__ import annotations
 
+import datetime
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
@@ -77,6 +78,8 @@ class Process:
 
     def _set_gauges(self) -> None:
         self.metrics.set("connections", sum(r.served.connections for r in self.roles if r.served))
+        until = min(role.certificate.until for role in self.roles)
+        self.metrics.set("certificate_expiry_timestamp_seconds", until.timestamp())
 
     async def start(self) -> None:
         """Build every role, then listen for all of them."""
@@ -90,14 +93,17 @@ class Process:
         try:
             config, differ = with_limits_of(self.config, self._reread())
             policy = read_policy(Path(self.config.policy_file))
-            for role in self.roles:
+            valid = [
                 check_certificate(Path(role.section.certificate_file), role.section.base_uri)
+                for role in self.roles
+            ]
             Credentials.reload_all(role.credentials for role in self.roles)
         except (KVSPError, OSError) as error:
             self._log.error("not reloaded", error=str(error))
             return
         self.config, self.policy = config, policy
-        for role in self.roles:
+        for role, validity in zip(self.roles, valid, strict=True):
+            role.certificate.renew(validity)
             role.section = config.roles[role.name]
             if role.role is not None:
                 set_limits(role.role, role.section)
@@ -128,8 +134,10 @@ class Process:
         """Show that the loop turns, and do what is due from time to time."""
         while True:
             self._beat = time.monotonic()
+            now = datetime.datetime.now(datetime.UTC)
             for role in self.roles:
                 role.expire()
+                role.certificate.look(now)
             await anyio.sleep(_HEARTBEAT_S)
 
     async def handle_signals(self, started: Callable[[], None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -21,6 +22,7 @@ from kvsp_services.assembly import (
     make_tiers,
     read_model,
 )
+from kvsp_services.certificate_watch import CertificateWatch
 from kvsp_services.config import (
     FrontEndSection,
     InstanceSection,
@@ -111,7 +113,9 @@ class RunningRole:
         self._process = process
         self._log = structlog.get_logger().bind(role=name)
         self._committer: GroupCommitter | NoStore = NoStore()
-        check_certificate(Path(section.certificate_file), section.base_uri)
+        self.certificate = CertificateWatch(
+            check_certificate(Path(section.certificate_file), section.base_uri), self._log
+        )
         with _named(name):
             self._tiers: dict[str, BlockTier] = make_tiers(getattr(section, "tiers", []), process.storage_key)
         self._rebuilt: deque[float] = deque()
@@ -229,9 +233,11 @@ class RunningRole:
 
     @property
     def unready(self) -> str | None:
-        """Why the role is not ready, or None: it is in trouble, or does not take connections yet."""
+        """Why the role is not ready, or None: in trouble, not listening yet, certificate expired."""
         if self.trouble is None and (self.listener is None or not self.api_listens):
             return "not listening yet"
+        if self.trouble is None and self.certificate.has_expired(datetime.datetime.now(datetime.UTC)):
+            return "its certificate has expired"
         return self.trouble
 
     async def listen(self) -> None:

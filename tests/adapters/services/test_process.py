@@ -20,7 +20,8 @@ import pytest
 import structlog
 
 from kvsp_core.identity import component_id
-from kvsp_services.pki import issue
+from kvsp_services.certificate_watch import CertificateWatch
+from kvsp_services.pki import Validity, issue
 from kvsp_services.process import Process
 from tests.adapters.services.cluster import Cluster, until
 
@@ -165,9 +166,22 @@ def test_a_new_certificate_is_used_after_a_reload(deployment: Deployment) -> Non
             return secure.getpeercert(binary_form=True) or b""
 
     before = shown()
-    issue(deployment.directory, uri=deployment.uris["index"], name="index")
+    expiry = deployment.metric("kvsp_certificate_expiry_timestamp_seconds")
+    issue(deployment.directory, uri=deployment.uris["index"], name="index", days=5_000)
     deployment.reload("reloaded")
     assert shown() != before
+    assert deployment.metric("kvsp_certificate_expiry_timestamp_seconds") > expiry
+
+
+def test_a_certificate_that_is_about_to_expire_is_said(deployment: Deployment) -> None:
+    now = datetime.datetime.now(datetime.UTC)
+    begun = now - datetime.timedelta(hours=23)
+    issue(deployment.directory, uri=deployment.uris["index"], name="index", days=1, now=begun)
+    deployment.start()
+    assert until(lambda: '"event": "certificate expires soon"' in deployment.log)
+    assert '"days_left": 0' in deployment.log
+    left_s = deployment.metric("kvsp_certificate_expiry_timestamp_seconds") - now.timestamp()
+    assert left_s == pytest.approx(55 * 60, abs=1)
 
 
 @pytest.mark.requirement("HT-2")
@@ -255,7 +269,12 @@ def test_a_front_end_is_ready_once_its_api_takes_connections() -> None:
     role.listener = object()
     assert role.unready == "not listening yet"
     role._api_listens()
+    now = datetime.datetime.now(datetime.UTC)
+    day = datetime.timedelta(days=1)
+    role.certificate = CertificateWatch(Validity(now - day, now + day), None)
     assert role.unready is None
+    role.certificate.renew(Validity(now - 2 * day, now - day))
+    assert role.unready == "its certificate has expired"
     role.trouble = "being rebuilt"
     assert role.unready == "being rebuilt"
 
