@@ -138,6 +138,7 @@ def test_a_call_is_in_the_trace_of_the_request_that_its_role_makes_it_for(
     traces.call_begun(attrs.evolve(call(7), traceparent=first), traces.cause_of(BodyArrived(2, BODY)))
     traces.call_ended(7, 200)
     (span,) = exporter.get_finished_spans()
+    assert span.parent is not None
     assert (span.parent.trace_id, span.parent.span_id) == named(first)
     assert named(first)[0] != named(other)[0]
 
@@ -146,6 +147,7 @@ def test_what_a_front_end_is_asked_for_is_a_trace(traces: Traces, exporter: InMe
     traces.call_begun(attrs.evolve(call(1), traceparent=traces.generation_begun()), None)
     traces.call_ended(1, 200)
     generation, called = exporter.get_finished_spans()
+    assert called.parent is not None
     assert called.parent.span_id == generation.context.span_id
 
 
