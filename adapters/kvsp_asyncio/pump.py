@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -15,6 +16,8 @@ from kvsp_h2.pumping import BACKLOG, HTTP, BaseDialer, BaseLink, BaseListener, B
 
 __all__ = ["Link", "Listener", "Network", "open_network", "run"]
 
+_ACCEPTED_AT_A_TIME: Final = 16
+"""Connections that are accepted before those there are have their turn."""
 _HIGH_WATER: Final = 256 << 10
 """Octets that a transport holds back before the connection is asked for no more."""
 
@@ -185,11 +188,13 @@ class Network(BaseNetwork):
 
         listener = Listener(max_connections)
         if sock is not None:
-            listener.server = await self.loop.create_server(accept, sock=sock, backlog=BACKLOG)
+            listener.server = await self.loop.create_server(accept, sock=sock, backlog=_ACCEPTED_AT_A_TIME)
         else:
             listener.server = await self.loop.create_server(
-                accept, host, port, backlog=BACKLOG, reuse_port=reuse_port
+                accept, host, port, backlog=_ACCEPTED_AT_A_TIME, reuse_port=reuse_port
             )
+        for listening in listener.server.sockets:
+            _hold(listening.fileno())
         listener.port = int(listener.server.sockets[0].getsockname()[1])
         self._parts.append(listener)
         return listener
@@ -279,6 +284,12 @@ class _Dialer(BaseDialer[Link[ClientConnection]]):
                 await network.loop.create_connection(make, where.hostname or "", where.port or 443)
         except (OSError, TimeoutError, ValueError):
             self._unreachable()
+
+
+def _hold(fileno: int) -> None:
+    """Have the system hold more connections than asyncio accepts at a time, which is one number there."""
+    with socket.socket(fileno=os.dup(fileno)) as listening:
+        listening.listen(BACKLOG)
 
 
 def run(main: Callable[[], Any]) -> Any:
