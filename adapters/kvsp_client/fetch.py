@@ -104,7 +104,7 @@ class Fetch:
         self._settings = settings
         self._stats = stats
         self._avoided = avoided
-        now_ms = wire.now_ms()
+        self._begun_ms = now_ms = wire.now_ms()
         self._due_ms = _NEVER if deadline_ms is None else now_ms + deadline_ms
         descriptor = prefix.keys.descriptor
         self.layers: Final = descriptor.layers
@@ -126,6 +126,8 @@ class Fetch:
         )
         self._max_bytes = ContainerHeader.for_layers(descriptor, codec=RAW_CODEC).size_bytes
         self._calls: dict[tuple[int, int], _BlockCall] = {}
+        self.heard_ms: Final[dict[str, int]] = {}
+        """When each holder last sent anything."""
         self._todo: deque[load.Effect] = deque()
         self._doing = False
         self._error: BaseException | None = None
@@ -204,19 +206,36 @@ class Fetch:
             while not self.done:
                 now_ms = self._wire.now_ms()
                 if now_ms >= self._due_ms:
+                    self._avoid_silent(now_ms)
                     self.cancel(MissReason.DEADLINE)
                     break
                 for call in tuple(self._calls.values()):
-                    if now_ms >= call.heard_ms + self._settings.stall_ms:
+                    if now_ms >= self._stalled_at_ms(call):
                         call.fail()
-                heard_ms = min((call.heard_ms for call in self._calls.values()), default=now_ms)
-                wait_ms = min(self._due_ms, heard_ms + self._settings.stall_ms) - now_ms
+                due_ms = min(map(self._stalled_at_ms, self._calls.values()), default=_NEVER)
+                wait_ms = min(self._due_ms, due_ms, now_ms + self._settings.stall_ms) - now_ms
                 with anyio.move_on_after(max(1, wait_ms) / 1000):
                     await self._over.wait()
         except Exception as error:  # is this fetch's alone, not that of all of the client's tasks
             self.broken(error)
         finally:
             self.cancel()
+
+    def _heard_of_ms(self, call: _BlockCall) -> int:
+        """Return when a call began, or its holder last sent anything, for whichever block."""
+        return max(call.heard_ms, self.heard_ms.get(call.fetch.holder, 0))
+
+    def _stalled_at_ms(self, call: _BlockCall) -> int:
+        """Return when a call is given up. Where its block has other replicas, that leaves time to ask each of
+        them before the deadline."""
+        share_ms = max(1, (self._due_ms - self._begun_ms) // len(self._prefix.replicas[call.block]))
+        return min(call.heard_ms + self._settings.stall_ms, self._heard_of_ms(call) + share_ms)
+
+    def _avoid_silent(self, now_ms: int) -> None:
+        """Take note of holders that were silent for half of the time or longer when it was over."""
+        for call in self._calls.values():
+            if now_ms - self._heard_of_ms(call) >= (now_ms - self._begun_ms) / 2:
+                self._avoided.add(call.fetch.holder, now_ms)
 
     def _carry_out(self, effects: Iterable[load.Effect]) -> None:
         """Do what the machine wants done, in its order, also where doing one thing leads to the next."""
@@ -389,7 +408,7 @@ class _BlockCall:
         if self._over:
             return
         assert self._wire is not None
-        self.heard_ms = self._wire.now_ms()
+        self.heard_ms = self._owner.heard_ms[self.fetch.holder] = self._wire.now_ms()
         try:
             self._take(event)
         except ContainerError:

@@ -64,6 +64,9 @@ class HolderLease:
 
         One that is granted after it was given up is given back.
         """
+        if self._stopped.is_set():  # it was given up before it began
+            self._decided.set()
+            return
         try:
             self._let(keeper.Start())
             await self._work()

@@ -11,7 +11,9 @@ loaded is a miss.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +36,8 @@ __all__ = ["KVSPL2Adapter"]
 _NAMES: Final = "lmcache-chunk-hash"
 _THREADS: Final = 4
 
+logger = logging.getLogger("lmcache.kvsp")
+
 
 class _Settings(BackendSettings, frozen=True, kw_only=True):
     chunk_tokens: int = 256
@@ -51,7 +55,9 @@ class KVSPL2Adapter(L2AdapterInterface):
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._results: dict[str, dict[int, Any]] = {"store": {}, "lookup": {}, "load": {}}
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvsp-lmcache")
+        # Requests wait for lookups and loads: they have threads that stores to a slow server cannot take.
+        stores, others = (ThreadPoolExecutor(_THREADS, f"kvsp-lmcache-{n}") for n in ("store", "load"))
+        self._threads = {"store": stores, "lookup": others, "load": others}
 
     def get_store_event_fd(self) -> int:
         """Return what is signalled when a store is over."""
@@ -65,16 +71,21 @@ class KVSPL2Adapter(L2AdapterInterface):
         """Return what is signalled when a load is over."""
         return int(self._notifiers["load"].fileno())
 
-    def _submit(self, kind: str, work: Callable[[], Any]) -> int:
+    def _submit(self, kind: str, work: Callable[[], Any], failed: Any) -> int:
+        """Do something in a thread. Whatever becomes of it LMCache is told, since it waits for that."""
         number = next(self._numbers)
 
         def run() -> None:
-            result = work()
+            try:
+                result = work()
+            except Exception:
+                logger.exception("a %s failed", kind)
+                result = failed
             with self._lock:
                 self._results[kind][number] = result
             self._notifiers[kind].notify()
 
-        self._threads.submit(run)
+        self._threads[kind].submit(run)
         return number
 
     def _take(self, kind: str, number: int) -> Any:
@@ -85,7 +96,8 @@ class KVSPL2Adapter(L2AdapterInterface):
 
     def submit_store_task(self, keys: Sequence[Any], objects: Sequence[Any]) -> int:
         """Store chunks."""
-        return self._submit("store", lambda: self._store(list(keys), list(objects)))
+        work = functools.partial(self._store, list(keys), list(objects))
+        return self._submit("store", work, L2StoreResult(False, 0))
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
         """Return what became of the stores that are over since the last call."""
@@ -114,7 +126,7 @@ class KVSPL2Adapter(L2AdapterInterface):
 
     def submit_lookup_and_lock_task(self, keys: Sequence[Any], group_layout_descs: Any) -> int:
         """Find out of which leading chunks there are replicas."""
-        return self._submit("lookup", lambda: self._lookup(list(keys)))
+        return self._submit("lookup", functools.partial(self._lookup, list(keys)), _leading(0, len(keys)))
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
         """Return what a lookup has found, once."""
@@ -135,7 +147,8 @@ class KVSPL2Adapter(L2AdapterInterface):
 
     def submit_load_task(self, keys: Sequence[Any], objects: Sequence[Any]) -> int:
         """Load chunks into LMCache's memory."""
-        return self._submit("load", lambda: self._load(list(keys), list(objects)))
+        work = functools.partial(self._load, list(keys), list(objects))
+        return self._submit("load", work, _leading(0, len(keys)))
 
     def query_load_result(self, task_id: int) -> Bitmap | None:
         """Return what a load has brought, once."""
@@ -194,7 +207,8 @@ class KVSPL2Adapter(L2AdapterInterface):
 
     def close(self) -> None:
         """End what is under way, and close the connections."""
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        for threads in self._threads.values():
+            threads.shutdown(wait=True, cancel_futures=True)
         self._backend.client.close()
         for notifier in self._notifiers.values():
             notifier.close()

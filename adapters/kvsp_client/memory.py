@@ -101,15 +101,20 @@ class MemoryPool:
         self._free: list[Array] = []
 
     def take(self, descriptor: CompatibilityDescriptor, blocks: int) -> PrefixMemory:
-        """Return memory for so many blocks: the smallest that is free and large enough, or fresh memory."""
+        """Return memory for so many blocks: the smallest that is free and large enough, or fresh memory.
+
+        More than twice as large is too large: a few blocks would keep the memory of many from use.
+        """
         size = 2 * descriptor.layers * blocks * descriptor.section_bytes(descriptor.block_tokens)
-        fitting = [number for number, memory in enumerate(self._free) if memory.nbytes >= size]
+        fitting = [number for number, memory in enumerate(self._free) if size <= memory.nbytes <= 2 * size]
         found = min(fitting, key=lambda number: self._free[number].nbytes, default=None)
         memory = np.empty(size, dtype=np.uint8) if found is None else self._free.pop(found)
         return PrefixMemory(descriptor, blocks, memory=memory)
 
     def give_back(self, memory: PrefixMemory) -> None:
         """Take memory back that nobody uses any more. Where it is too much, what was free longest goes."""
+        if memory.octets.nbytes > self._keep_bytes:
+            return
         self._free.append(memory.octets)
         while sum(each.nbytes for each in self._free) > self._keep_bytes:
             del self._free[0]

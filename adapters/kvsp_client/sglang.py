@@ -17,10 +17,9 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
 
 from kvsp_client.backend_settings import Backend, BackendSettings, checked
-from kvsp_client.errors import ClientError
 from kvsp_client.memory import Sections
 from kvsp_client.object_names import object_keys
-from kvsp_core.errors import LocalProtocolError
+from kvsp_core.errors import KVSPError, LocalProtocolError
 from kvsp_core.identity import Scope
 from kvsp_core.layout import Array
 from kvsp_core.prefix import PrefixKeys
@@ -116,7 +115,7 @@ class KVSPStorage(HiCacheStorage):
         assert self._backend is not None
         try:
             return len(self._backend.client.lookup(self._keys(keys)))
-        except ClientError:
+        except KVSPError:
             return 0
 
     def batch_get_v1(
@@ -128,7 +127,7 @@ class KVSPStorage(HiCacheStorage):
         try:
             prefix = client.lookup(self._keys(keys))
             got = client.fetch(prefix, self._sections(host_indices), deadline_ms=timeout_ms).blocks
-        except ClientError:
+        except KVSPError:
             got = 0
         return [number < got for number in range(len(keys))]
 
@@ -144,7 +143,7 @@ class KVSPStorage(HiCacheStorage):
                 self._sections(host_indices),
                 deadline_ms=self._backend.timeout_ms,
             )
-        except ClientError:
+        except KVSPError:
             return [False] * len(keys)
         failed = {block for block, _ in result.failed}
         return [number not in failed for number in range(len(keys))]

@@ -33,6 +33,15 @@ _ELEMENT_TYPES: Final = {
     "float32": "fp32",
     "float": "fp32",
 }
+_FROM_SAFETENSORS: Final = (
+    "auto",
+    "hf",
+    "safetensors",
+    "fastsafetensors",
+    "instanttensor",
+    "runai_streamer",
+)
+"""Load formats in which vLLM reads the weights that the descriptor has the digest of."""
 _FULL_ATTENTION: Final = "FullAttentionSpec"
 _WITHOUT_WEIGHTS: Final = ("ngram", "ngram_gpu", "suffix")
 """Methods of speculation that have no layers of their own."""
@@ -76,6 +85,19 @@ def check_expressible(vllm_config: Any, kv_cache_config: Any) -> None:
         )
     if callable(model.hf_overrides):
         refuse("hf_overrides", "what a function changes cannot be known; give a dictionary")
+    if getattr(model, "hf_config_path", None) not in (None, model.model):
+        refuse("hf_config_path", "the configuration is not the one that is beside the weights")
+    load_format = str(vllm_config.load_config.load_format)
+    if load_format not in _FROM_SAFETENSORS:
+        refuse(f"load_format {load_format}", "the weights are not read from the model's safetensors files")
+    if getattr(vllm_config, "weight_transfer_config", None) is not None:
+        refuse("weight_transfer_config", "weights that are replaced while it runs are not those in the files")
+    if vllm_config.scheduler_config.async_scheduling:
+        refuse(
+            "async_scheduling",
+            "after a load that failed vLLM would go on with the step it has scheduled already;"
+            " run it with --no-async-scheduling",
+        )
     if model.quantization is not None and "quantization_config" not in _json(
         _model_directory(model) / "config.json"
     ):
@@ -129,7 +151,7 @@ def describe_engine(
     if kind not in _ELEMENT_TYPES:
         raise LocalProtocolError(f"dtype {kind}: KVSP has no element type for it")
     tokenizer = _tokenizer_file(model, files)
-    return _derived(
+    descriptor = _derived(
         json.dumps(config, sort_keys=True),
         name,
         cache.block_size,
@@ -137,6 +159,31 @@ def describe_engine(
         tuple(_identity(path) for path in weight_files(files)),
         _identity(tokenizer),
     )
+    told = _told(model, config)
+    others = {**descriptor.other_members, "run_with": told} if told else descriptor.other_members
+    return attrs.evolve(descriptor, other_members=others)
+
+
+def _told(model: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what may change the values in the cache and is not in the model's files: it goes into a member
+    of ours.
+
+    Overrides are all of it, since vLLM does not heed each of them: RoPE's base keeps the value of the files.
+    """
+    told = dict(model.hf_overrides or {})
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if "longrope" in (rope.get("rope_type"), rope.get("type")):
+        # vLLM takes one list of factors for all of a run, by the longest context that it is to serve.
+        trained = rope.get("original_max_position_embeddings") or config.get(
+            "original_max_position_embeddings"
+        )
+        if trained is None:
+            raise LocalProtocolError(
+                "model configuration, original_max_position_embeddings: is missing, and decides which"
+                " factors of longrope are used"
+            )
+        told["longrope"] = "long" if model.max_model_len > trained else "short"
+    return told
 
 
 @functools.lru_cache(maxsize=8)

@@ -166,8 +166,15 @@ class Schedule:
         return max(0, min(len(tracked.found), usable) - tracked.first) * size
 
     def _track(self, request: Any) -> _Tracked | None:
+        """Return what is known of a request; None where it is not shared.
+
+        It is looked at again where another one of that name has just ended, and where images came later on,
+        with further input of a session.
+        """
         name = request.request_id
-        if name not in self._tracked:
+        known = self._tracked.get(name)
+        changed = known is not None and (known.request is not request or request.mm_features)
+        if name not in self._tracked or changed:
             self._tracked[name] = None
             try:
                 scope, descriptor = self._sharing.of(request)
@@ -206,6 +213,8 @@ class Schedule:
         loads, stores = [], []
         for name, scheduled in output.num_scheduled_tokens.items():
             tracked = self._tracked.get(name)
+            if tracked is not None:
+                tracked = self._track(tracked.request)
             if tracked is None or name not in computed:
                 continue
             if tracked.load is not None:
@@ -214,7 +223,8 @@ class Schedule:
                 loads.append(Load(prefix, tuple(tracked.blocks[first : first + len(prefix)])))
             if self._stores and (store := self._complete(tracked, computed[name], scheduled)) is not None:
                 stores.append(store)
-        for name in output.finished_req_ids:
+        begun = {new.req_id for new in output.scheduled_new_reqs}
+        for name in output.finished_req_ids - begun:
             self._tracked.pop(name, None)
         return Plan(tuple(loads), tuple(stores))
 

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import attrs
 import numpy as np
 
-from kvsp_client import ClientError, PrefixMemory
+from kvsp_client import MissReason, PrefixMemory
 from kvsp_client.memory import MemoryPool
 from kvsp_client.vllm.layout import Tensor
-from kvsp_client.vllm.schedule import Load, Plan, Store
+from kvsp_client.vllm.schedule import PAUSE_S, Load, Plan, Store
+from kvsp_core.errors import KVSPError
 from kvsp_core.identity import CompatibilityDescriptor
 from kvsp_core.layout import Array
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineCache", "HostCache", "Transfers"]
 
+_SILENT: Final = (MissReason.UNAVAILABLE, MissReason.DEADLINE)
+"""Why a block did not come that its holders might have, had they answered."""
 _REMEMBERED_KEYS: Final = 1 << 16
 _REMEMBERED_S: Final = 60.0
 """How long a block is taken to be held: the cache server may evict it, or die, without saying so."""
@@ -89,7 +92,6 @@ class _Storing:
     store: Store
     job: Any
     memory: PrefixMemory
-    size_bytes: int
 
 
 class Transfers:
@@ -123,6 +125,9 @@ class Transfers:
         self._overlaps = overlaps
         self._loading: list[_Loading] = []
         self._failed: set[int] = set()
+        self._void = False
+        """Whether this step computed with blocks that are not there."""
+        self._silent_until = float("-inf")
         self._storing: list[_Storing] = []
         self._memory = MemoryPool(store_queue_bytes)
         self._queued_bytes = 0
@@ -132,20 +137,29 @@ class Transfers:
     # Loads
 
     def start_loads(self, plan: Plan) -> None:
-        """Begin to fetch what a plan loads."""
+        """Begin to fetch what a plan loads.
+
+        After a load that brought nothing, since nobody answered, none is begun for a while: each step would
+        wait for it in vain.
+        """
+        self._void = False
         for load in plan.loads:
+            if time.monotonic() < self._silent_until:
+                self._count["loads_left_out"] += 1
+                self._lost(load, 0)
+                continue
             memory = self._memory.take(load.prefix.keys.descriptor, len(load.prefix))
             try:
                 fetch = self._client.start_fetch(
                     load.prefix, memory.sections, deadline_ms=self._load_timeout_ms
                 )
-            except ClientError:
+            except KVSPError:
                 self._lost(load, 0)
                 continue
             self._loading.append(_Loading(load, memory, fetch, len(load.blocks)))
         if not self._overlaps:
             for loading in self._loading:
-                with suppress(ClientError):  # which the first layer will raise too
+                with suppress(KVSPError):  # which the first layer will raise too
                     loading.fetch.result()
 
     def wait_layer(self, layer: int) -> None:
@@ -156,7 +170,7 @@ class Transfers:
             loading.layers += 1
             try:
                 usable = loading.fetch.wait_layer(layer)
-            except ClientError:
+            except KVSPError:
                 usable = 0
             loading.good = min(loading.good, usable)
             if loading.good:
@@ -168,10 +182,11 @@ class Transfers:
 
     def finish_loads(self) -> None:
         """Take note of what was not loaded; nothing is written to memory of this step any more."""
-        for loading in self._loading:
+        loads, self._loading = self._loading, []
+        for loading in loads:
             try:
                 result = loading.fetch.result()
-            except ClientError:
+            except KVSPError:
                 self._lost(loading.load, 0)
                 continue
             self._memory.give_back(loading.memory)
@@ -181,7 +196,8 @@ class Transfers:
             self._lost(loading.load, good)
             for miss in result.misses:
                 self._count[f"load_missed_{miss.reason.name.lower()}"] += 1
-        self._loading.clear()
+            if not result.blocks and result.misses and result.misses[0].reason in _SILENT:
+                self._silent_until = time.monotonic() + PAUSE_S
 
     def _lost(self, load: Load, good: int) -> None:
         """Take note that all but the first `good` blocks of a load are to be computed."""
@@ -190,11 +206,16 @@ class Transfers:
         if lost:
             self._count["load_failed_tokens"] += len(lost) * self._shape[0]
             self._failed.update(lost)
+            self._void = True
             for key in load.prefix.keys.keys[good:]:
                 self._held.pop(key, None)
 
     def take_failed_blocks(self) -> set[int]:
-        """Return the blocks of vLLM's cache that could not be filled, once."""
+        """Return the blocks of vLLM's cache that could not be filled, once.
+
+        Where vLLM drafts tokens it asks for them before it says that the step is over.
+        """
+        self.finish_loads()
         failed, self._failed = self._failed, set()
         return failed
 
@@ -207,7 +228,7 @@ class Transfers:
         """
         self._take_stored()
         for store in plan.stores:
-            if self._failed:
+            if self._void:
                 self._count["stores_void"] += len(store.blocks)
             else:
                 self._start_store(store)
@@ -228,21 +249,23 @@ class Transfers:
         for layer in range(self._layers):
             keys, values = memory.layer(layer)
             self._cache.read(layer, store.blocks, keys.reshape(shape), values.reshape(shape))
-        job = self._client.start_store(self._cache_server, store.keys, memory.sections)
-        self._queued_bytes += size
-        self._storing.append(_Storing(store, job, memory, size))
+        try:
+            job = self._client.start_store(self._cache_server, store.keys, memory.sections)
+        except KVSPError:
+            self._count["store_failed_cancelled"] += count
+            return
+        self._queued_bytes += memory.octets.nbytes
+        self._storing.append(_Storing(store, job, memory))
 
     def _take_stored(self) -> None:
-        running = []
-        for storing in self._storing:
-            if not storing.job.done:
-                running.append(storing)
-                continue
-            self._queued_bytes -= storing.size_bytes
+        ended = [storing for storing in self._storing if storing.job.done]
+        self._storing = [storing for storing in self._storing if storing not in ended]
+        for storing in ended:
+            self._queued_bytes -= storing.memory.octets.nbytes
             self._memory.give_back(storing.memory)
             try:
                 result = storing.job.result()
-            except ClientError:
+            except KVSPError:
                 self._count["store_failed_cancelled"] += len(storing.store.blocks)
                 continue
             self._count["stored_blocks"] += result.stored
@@ -254,7 +277,6 @@ class Transfers:
                 if number not in failed:
                     self._held[key] = time.monotonic()
                     self._held.move_to_end(key)
-        self._storing = running
         before = time.monotonic() - _REMEMBERED_S
         while self._held and (len(self._held) > _REMEMBERED_KEYS or next(iter(self._held.values())) < before):
             self._held.popitem(last=False)
@@ -267,6 +289,6 @@ class Transfers:
                 storing.job.result(max(0.0, until - time.monotonic()))
             except TimeoutError:
                 storing.job.cancel()
-            except ClientError:
+            except KVSPError:
                 pass
         self._take_stored()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -253,6 +254,23 @@ def test_lmcache_goes_on_without_a_cache_server(adapter: Callable[..., Any]) -> 
     assert not stored(made, [key(9)], [whole])
     assert looked_up(made, [key(9)]) == [False]
     assert loaded(made, [key(9)], [whole]) == [False]
+
+
+def test_lmcache_is_told_of_what_cannot_be_done_at_all(adapter: Callable[..., Any]) -> None:
+    """It waits for every task that it has submitted."""
+    made, broken = adapter(), SimpleNamespace(get_shape=lambda: ())
+    assert not stored(made, [key(9)], [broken])
+    assert loaded(made, [key(9)], [broken]) == [False]
+    assert looked_up(made, [SimpleNamespace(cache_salt="")]) == [False]
+
+
+def test_lmcache_lookups_do_not_wait_for_stores(adapter: Callable[..., Any]) -> None:
+    made, go_on = adapter(), threading.Event()
+    made._store = lambda keys, objects: go_on.wait(60)
+    for _ in range(8):
+        made.submit_store_task([key(9)], [])
+    assert looked_up(made, [key(9)]) == [False]
+    go_on.set()
 
 
 def test_lmcache_settings_are_checked(adapter: Callable[..., Any]) -> None:

@@ -195,6 +195,36 @@ def test_layers_that_come_again_the_same_are_not_withdrawn(kind: str, served: Se
     play(kind, served, scenario, stall_ms=200)
 
 
+def test_a_silent_holder_leaves_time_to_ask_the_next(served: Served) -> None:
+    keys, stored = keys_of(served, "in time", 3), content(3)
+    bad, good = ScriptedHolder(served, 1), ScriptedHolder(served, 2).serve(keys, stored)
+    bad.serve(keys, stored).fault = "silent"
+
+    async def scenario(client: Client) -> None:
+        memory = PrefixMemory(MODEL, 3)
+        prefix = prefix_of(keys, (bad.uri, stored), (good.uri, stored))
+        assert (await client.fetch(prefix, memory.sections, deadline_ms=4000)).complete
+        assert same(memory, stored)
+
+    play("asyncio", served, scenario, stall_ms=30_000)
+
+
+def test_a_holder_that_was_silent_until_the_deadline_is_asked_last(kind: str, served: Served) -> None:
+    keys, stored = keys_of(served, f"avoided {kind}", 1), content(1)
+    bad, good = ScriptedHolder(served, 1), ScriptedHolder(served, 2).serve(keys, stored)
+    bad.serve(keys, stored).fault = "silent"
+
+    async def scenario(client: Client) -> None:
+        memory = PrefixMemory(MODEL, 1)
+        late = await client.fetch(prefix_of(keys, (bad.uri, stored)), memory.sections, deadline_ms=200)
+        assert [miss.reason for miss in late.misses] == [MissReason.DEADLINE]
+        prefix = prefix_of(keys, (bad.uri, stored), (good.uri, stored))
+        assert (await client.fetch(prefix, memory.sections)).complete
+        assert bad.count("GET") == 1
+
+    play(kind, served, scenario, stall_ms=30_000, avoid_ms=60_000)
+
+
 def test_the_deadline_returns_what_is_finished(kind: str, served: Served) -> None:
     keys, stored = keys_of(served, f"deadline {kind}", 4), content(4)
     holder = ScriptedHolder(served, 1).serve(keys, stored)

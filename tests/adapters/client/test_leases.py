@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from kvsp_client import Client, Refused
@@ -47,6 +48,21 @@ def test_a_lease_is_given_back_where_the_holding_task_is_cancelled(kind: str, se
                 scope.cancel()
                 await anyio.sleep_forever()
         await until(holder, RELEASE, 1)
+
+    play(kind, served, scenario)
+
+
+def test_a_lease_that_is_given_up_at_once_harms_nobody(kind: str, served: Served) -> None:
+    """The client's other tasks go on."""
+    holder, keys = ScriptedHolder(served, 1), keys_of(served, f"at once {kind}", 2)
+
+    async def scenario(client: Client) -> None:
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            async with client.lease(holder.uri, keys):
+                raise AssertionError("this is cancelled before")
+        await anyio.lowlevel.checkpoint()
+        assert len(await client.lookup(keys)) == 0
 
     play(kind, served, scenario)
 

@@ -67,7 +67,11 @@ def engine(directory: Path, **changed: Any) -> SimpleNamespace:
             "runner_type": "generate",
             "hf_overrides": {},
             "quantization": None,
+            "hf_config_path": None,
+            "max_model_len": 2048,
         },
+        "load_config": {"load_format": "auto"},
+        "scheduler_config": {"async_scheduling": False},
         "cache_config": {"cache_dtype": "auto", "block_size": 4},
         "parallel_config": {
             "tensor_parallel_size": 1,
@@ -77,11 +81,13 @@ def engine(directory: Path, **changed: Any) -> SimpleNamespace:
         },
     }
     speculative = changed.pop("speculative_config", None)
+    transfer = changed.pop("weight_transfer_config", None)
     for name, value in changed.items():
         (part,) = (part for part in parts.values() if name in part)
         part[name] = value
     made = SimpleNamespace(**{name: SimpleNamespace(**part) for name, part in parts.items()})
     made.speculative_config = speculative
+    made.weight_transfer_config = transfer
     return made
 
 

@@ -52,6 +52,9 @@ def test_an_engine_of_another_maker_derives_the_same(directory: Path) -> None:
         ({"block_size": 16}, "block_tokens"),
         ({"hf_overrides": {"rope_theta": 500000.0}}, "positional"),
         ({"hf_overrides": {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}}, "positional"),
+        ({"hf_overrides": {"rope_theta": 500000.0}}, "run_with"),
+        ({"hf_overrides": {"num_experts_per_tok": 1}}, "run_with"),
+        ({"hf_overrides": {"rms_norm_eps": 0.1}}, "run_with"),
     ],
 )
 def test_what_changes_the_values_changes_the_descriptor(
@@ -61,8 +64,24 @@ def test_what_changes_the_values_changes_the_descriptor(
         describe_engine(fakes.engine(directory)),
         describe_engine(fakes.engine(directory, **changed)),
     )
-    assert plain.members()[member] != other.members()[member]
+    assert plain.members().get(member) != other.members()[member]
     assert plain.compat_id != other.compat_id
+
+
+@pytest.mark.requirement("CD-5")
+def test_the_longest_context_decides_on_the_factors_of_longrope(tmp_path: Path) -> None:
+    """vLLM takes one list of factors for all of a run."""
+    rope = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
+    directory = fakes.model_directory(
+        tmp_path / "phi", rope_scaling=rope, original_max_position_embeddings=64
+    )
+    short, same, long = (
+        describe_engine(fakes.engine(directory, max_model_len=longest)) for longest in (32, 64, 65)
+    )
+    assert short == same != long
+    unknown = fakes.model_directory(tmp_path / "phi-of-unknown-length", rope_scaling=rope)
+    with pytest.raises(LocalProtocolError, match="original_max_position_embeddings"):
+        describe_engine(fakes.engine(unknown))
 
 
 def test_other_weights_in_the_same_place_are_another_model(directory: Path) -> None:
@@ -89,6 +108,10 @@ def test_what_full_attention_caches_is_shared(directory: Path) -> None:
         ({"hf_overrides": lambda config: config}, "hf_overrides"),
         ({"quantization": "fp8"}, "quantization fp8"),
         ({"speculative_config": SimpleNamespace(method="eagle")}, "draft"),
+        ({"load_format": "dummy"}, "load_format dummy"),
+        ({"hf_config_path": "/elsewhere"}, "hf_config_path"),
+        ({"weight_transfer_config": SimpleNamespace(backend="nccl")}, "weight_transfer_config"),
+        ({"async_scheduling": True}, "--no-async-scheduling"),
     ],
 )
 def test_an_engine_that_cannot_be_described_is_refused(

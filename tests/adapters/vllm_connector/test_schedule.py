@@ -230,6 +230,35 @@ def test_a_finished_request_is_forgotten(world: World) -> None:
     assert len(world.asked) == 2
 
 
+def test_a_name_that_is_used_again_is_another_request(world: World) -> None:
+    """vLLM says that the one has ended with the step that begins with the other."""
+    world.known = 3
+    for tokens in (list(range(18)), list(range(100, 118))):
+        request = fakes.request(all_token_ids=tokens, prompt_token_ids=tokens)
+        assert world.schedule.matched_tokens(request, 0) == 3 * B
+        world.schedule.allocated(request, 3 * B)
+        finished = {"r1"} if tokens[0] else set()
+        plan = world.schedule.plan(
+            fakes.step(new={"r1": ([9, 7, 5, 3, 1], 12)}, scheduled={"r1": 2}, finished=finished)
+        )
+        assert [loaded(each) for each in plan.loads] == [(world.keys(0, 3, tokens), (9, 7, 5))]
+    plan = world.schedule.plan(fakes.step(running={"r1": (None, 14)}, scheduled={"r1": 4}))
+    assert [stored(s) for s in plan.stores] == [(world.keys(3, 4, tokens), (3,))]
+
+
+def test_a_session_that_gets_images_is_not_shared_any_more(world: World) -> None:
+    request = fakes.request(tokens=18)
+    world.schedule.matched_tokens(request, 0)
+    world.schedule.allocated(request, 0)
+    assert world.schedule.plan(fakes.step(new={"r1": ([9, 7, 5, 3, 1], 0)}, scheduled={"r1": 18})).stores
+    request.mm_features.append("an image")
+    request.all_token_ids += range(18, 30)
+    plan = world.schedule.plan(fakes.step(running={"r1": ([2, 4, 6], 18)}, scheduled={"r1": 12}))
+    assert not plan.stores
+    assert world.schedule.matched_tokens(request, 0) == 0
+    assert world.count["not_shared_multimodal"] == 1
+
+
 # Lookups
 
 

@@ -15,8 +15,9 @@ import pytest
 from kvsp_client import ClientClosed, LayersWithdrawn, MissReason, PrefixKeys, StoreOutcome
 from kvsp_client.vllm.engine_descriptor import describe_engine
 from kvsp_client.vllm.layout import CacheLayout, Geometry, split
-from kvsp_client.vllm.schedule import Load, Plan, Store
+from kvsp_client.vllm.schedule import PAUSE_S, Load, Plan, Store
 from kvsp_client.vllm.transfers import HostCache, Transfers
+from kvsp_core.errors import LocalProtocolError
 from kvsp_core.identity import CompatibilityDescriptor
 from tests.adapters.vllm_connector import fakes
 
@@ -32,6 +33,7 @@ class FakeFetch:
     brings: Callable[[int], int]
     withdrawn: tuple[int, ...] = ()
     result_blocks: int | None = None
+    reason: MissReason = MissReason.GONE
     waited_for: list[int | str] = attrs.field(factory=list)
 
     def wait_layer(self, layer: int) -> int:
@@ -46,7 +48,7 @@ class FakeFetch:
         self.waited_for.append("all")
         blocks = self.blocks if self.result_blocks is None else self.result_blocks
         missing = range(blocks, self.blocks)
-        misses = tuple(SimpleNamespace(block=n, reason=MissReason.GONE) for n in missing)
+        misses = tuple(SimpleNamespace(block=n, reason=self.reason) for n in missing)
         return SimpleNamespace(blocks=blocks, withdrawn=self.withdrawn, misses=misses)
 
 
@@ -59,8 +61,11 @@ class FakeJob:
     done: bool = False
     failed: tuple[tuple[int, StoreOutcome], ...] = ()
     cancelled: bool = False
+    breaks: bool = False
 
     def result(self, timeout_s: float | None = None) -> Any:
+        if self.breaks:
+            raise LocalProtocolError("this should not be")
         if self.cancelled:
             raise ClientClosed("cancelled")
         if not self.done:
@@ -79,13 +84,19 @@ class FakeClient:
         self.brings: Callable[[int], int] = lambda layer: 99
         self.withdrawn: tuple[int, ...] = ()
         self.result_blocks: int | None = None
+        self.reason = MissReason.GONE
         self.jobs: list[FakeJob] = []
         self.fetches: list[FakeFetch] = []
 
     def start_fetch(self, prefix: Any, sections: Any, deadline_ms: int) -> FakeFetch:
         count = len(prefix)
         fetch = FakeFetch(
-            sections, count, lambda layer: min(count, self.brings(layer)), self.withdrawn, self.result_blocks
+            sections,
+            count,
+            lambda layer: min(count, self.brings(layer)),
+            self.withdrawn,
+            self.result_blocks,
+            self.reason,
         )
         self.fetches.append(fetch)
         return fetch
@@ -275,6 +286,69 @@ def test_nothing_is_stored_of_a_step_whose_load_failed(world: World) -> None:
     world.client.brings = lambda layer: 9
     world.run(Plan(stores=(Store(world.keys(1, 1), (2,)),)))
     assert len(world.client.jobs) == 1
+
+
+def test_a_load_that_failed_is_told_before_the_step_is_over(world: World) -> None:
+    """vLLM asks so early where it drafts tokens; what the step computed is void all the same."""
+    world.client.brings = lambda layer: 1
+    world.client.result_blocks = 1
+    plan = Plan(loads=(world.load(5, 2),), stores=(Store(world.keys(1, 2), (7,)),))
+    world.transfers.start_loads(plan)
+    for layer in range(LAYERS):
+        world.transfers.wait_layer(layer)
+    assert world.transfers.take_failed_blocks() == {2}
+    world.transfers.finish_loads()
+    world.transfers.start_stores(plan)
+    assert not world.client.jobs
+    assert world.transfers.take_failed_blocks() == set()
+    assert world.count["loaded_tokens"] == 4
+
+
+@pytest.mark.parametrize("reason", [MissReason.UNAVAILABLE, MissReason.DEADLINE])
+def test_holders_that_do_not_answer_are_left_alone_for_a_while(
+    world: World, monkeypatch: pytest.MonkeyPatch, reason: MissReason
+) -> None:
+    now = [1000.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr("kvsp_client.vllm.transfers.time", clock)
+    world.client.result_blocks, world.client.brings = 0, lambda layer: 0
+    world.client.reason = reason
+    plan = Plan(loads=(world.load(5, 2),), stores=(Store(world.keys(1, 2), (7,)),))
+    for now[0], asked in ((1000.0, 1), (1000.0 + PAUSE_S / 2, 1), (1000.0 + PAUSE_S, 2)):
+        assert world.run(plan) == {5, 2}
+        assert len(world.client.fetches) == asked
+    assert not world.client.jobs
+    assert world.count["loads_left_out"] == 1
+
+
+def test_a_few_blocks_do_not_keep_the_memory_of_many(tmp_path: Path) -> None:
+    """Else a queue of small stores to a slow cache server would keep that of every large load."""
+    block_bytes = 2 * LAYERS * TOKENS * HEADS * DIM * 2
+    world = World(fakes.model_directory(tmp_path / "m"), store_queue_bytes=8 * block_bytes)
+    for number in range(8):
+        world.run(Plan(loads=(world.load(*range(8)),)))
+        world.run(Plan(stores=(Store(world.keys(1, number), (0,)),)))
+    assert len(world.client.jobs) == 8
+    kept = [job.sections.__self__.octets.nbytes for job in world.client.jobs]
+    assert sum(kept) <= 8 * block_bytes
+
+
+def test_a_store_that_cannot_begin_or_end_is_one_that_failed(world: World) -> None:
+    def broken(*arguments: Any, **options: Any) -> Any:
+        raise LocalProtocolError("this should not be")
+
+    begin = world.client.start_store
+    world.client.start_store = broken  # type: ignore[method-assign]
+    world.run(Plan(stores=(Store(world.keys(1), (0,)),)))
+    world.client.start_store = begin  # type: ignore[method-assign]
+    for number in (1, 2):
+        world.run(Plan(stores=(Store(world.keys(1, number), (0,)),)))
+    for job in world.client.jobs:
+        job.done = job.breaks = True
+    world.run(Plan())
+    assert world.count["store_failed_cancelled"] == 3
+    taken = [world.transfers._memory.take(world.descriptor, 1).octets for _ in range(2)]
+    assert taken[0] is not taken[1]
 
 
 def test_copies_that_wait_are_limited(tmp_path: Path) -> None:
