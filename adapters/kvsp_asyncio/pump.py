@@ -263,17 +263,17 @@ class _Dialer(BaseDialer[Link[ClientConnection]]):
     def _look(self) -> None:
         """Open a connection where the pool wants one, now or at its deadline."""
         network = self._network
-        if self._pool.wants_dial(network.now_ms()):
+        if self.pool.wants_dial(network.now_ms()):
             task = network.loop.create_task(self._dial())
             self._dials.add(task)
             task.add_done_callback(self._dials.discard)
-        due_ms = self._pool.next_deadline_ms()
+        due_ms = self.pool.next_deadline_ms()
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None if due_ms is None else network.loop.call_at((due_ms + 1) / 1000, self._look)
 
     async def _dial(self) -> None:
-        network, pool = self._network, self._pool
+        network, pool = self._network, self.pool
         where = urlsplit(pool.base_uri)
 
         def make() -> Link[ClientConnection]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -10,12 +11,14 @@ import msgspec
 
 from kvsp_client.blocking import BlockingClient
 from kvsp_client.files import read_secret
+from kvsp_client.memory import Sections
 from kvsp_client.model_dir import descriptor_of_directory
 from kvsp_client.object_names import named_descriptor
 from kvsp_client.settings import ClientSettings
 from kvsp_core.errors import KVSPError, LocalProtocolError
 from kvsp_core.identity import CompatibilityDescriptor, parse_base_uri
 from kvsp_core.index_parts import IndexParts
+from kvsp_core.prefix import PrefixKeys
 from kvsp_h2 import Credentials
 
 __all__ = ["Backend", "BackendSettings", "Deployment", "checked"]
@@ -94,3 +97,10 @@ class Backend:
             index=settings.index,
             settings=ClientSettings(call_timeout_ms=settings.timeout_ms),
         )
+
+    def load(self, keys: PrefixKeys, sections: Sections) -> int:
+        """Find and fetch blocks within `timeout_ms` in all; return how many leading ones have come."""
+        until = time.monotonic() + self.timeout_ms / 1000
+        prefix = self.client.lookup(keys)
+        left_ms = max(1, int((until - time.monotonic()) * 1000))
+        return self.client.fetch(prefix, sections, deadline_ms=left_ms).blocks

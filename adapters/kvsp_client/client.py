@@ -63,6 +63,7 @@ class Client:
         self._avoided = Avoided(self.settings.avoid_ms)
         self._described: set[tuple[str, str]] = set()
         self._fetches: set[Fetch] = set()
+        self._leases: set[HolderLease] = set()
 
     async def __aenter__(self) -> Client:
         if self._tasks is not None:
@@ -89,6 +90,8 @@ class Client:
         self._wire = None
         for fetch in tuple(self._fetches):
             fetch.cancel()
+        for lease in tuple(self._leases):
+            lease.release()
         self._tasks.cancel_scope.cancel()
         await self._stack.aclose()  # which is not shown the caller's error: it would wrap it
 
@@ -296,9 +299,11 @@ class Client:
         lease = HolderLease(wire, holder, block_keys, ttl_ms, settings=self.settings, stats=self._stats)
         assert self._tasks is not None
         self._tasks.start_soon(lease.run)
+        self._leases.add(lease)
         try:
             yield lease
         finally:
+            self._leases.discard(lease)
             lease.release()
 
     # What happened ---------------------------------------------------------------------------------------

@@ -158,13 +158,8 @@ class KVSPL2Adapter(L2AdapterInterface):
         names, octets = self._names(keys), self._octets(objects)
         if names is None or octets is None:
             return _leading(0, len(keys))
-        client = self._backend.client
         try:
-            got = client.fetch(
-                client.lookup(names),
-                lambda block, layer: self._sections(octets[block], layer),
-                deadline_ms=self._backend.timeout_ms,
-            ).blocks
+            got = self._backend.load(names, lambda block, layer: self._sections(octets[block], layer))
         except ClientError:
             got = 0
         return _leading(got, len(keys))

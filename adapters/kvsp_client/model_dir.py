@@ -27,7 +27,10 @@ def weight_files(directory: Path) -> list[Path]:
         names = _object(index).get("weight_map")
         if not isinstance(names, Mapping) or not names:
             raise LocalProtocolError(f"{index} names no weight files in weight_map")
-        return [directory / str(name) for name in sorted(set(names.values()))]
+        files = [directory / str(name) for name in sorted({str(name) for name in names.values()})]
+        if len({path.name for path in files}) < len(files):
+            raise LocalProtocolError(f"{index}: several weight files have one name, by which they are known")
+        return files
     found = sorted(p for p in directory.glob("*.safetensors") if not p.name.startswith(_DERIVED))
     if not found:
         raise LocalProtocolError(f"{directory} has no *.safetensors files; name the directory of a model")

@@ -123,10 +123,8 @@ class KVSPStorage(HiCacheStorage):
     ) -> list[bool]:
         """Fetch pages into host memory; what has not come, and all after it, is False."""
         assert self._backend is not None
-        client, timeout_ms = self._backend.client, self._backend.timeout_ms
         try:
-            prefix = client.lookup(self._keys(keys))
-            got = client.fetch(prefix, self._sections(host_indices), deadline_ms=timeout_ms).blocks
+            got = self._backend.load(self._keys(keys), self._sections(host_indices))
         except KVSPError:
             got = 0
         return [number < got for number in range(len(keys))]

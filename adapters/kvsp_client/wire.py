@@ -34,7 +34,8 @@ or None; in the loop's thread."""
 _LOOK_S: Final = 0.1
 """Time between looks at how much of a container has been sent."""
 MAX_ROLES: Final = 4096
-"""Base URIs that one client calls; calls to further ones fail, so that records cannot make it open more."""
+"""Base URIs that one client calls at a time; calls to further ones fail, so that records cannot make it open
+more."""
 
 
 def open_network() -> Any:
@@ -104,11 +105,20 @@ class Wire:
         pool = self._pools.get(base_uri)
         if pool is None:
             if len(self._pools) >= MAX_ROLES:
+                self._forget_idle()
+            if len(self._pools) >= MAX_ROLES:
                 raise Unavailable(f"{base_uri}: this client calls {MAX_ROLES} roles already")
             pool = self._pools[base_uri] = self._network.service(
                 self._credentials, base_uri, pool_limits=self._pool_limits
             )
         return pool
+
+    def _forget_idle(self) -> None:
+        """Let go of the roles that nothing is connected to any more."""
+        for base_uri, pool in tuple(self._pools.items()):
+            if pool.is_idle:
+                self._network.forget(pool)
+                del self._pools[base_uri]
 
     def call(
         self,

@@ -65,6 +65,8 @@ class LlamaConfig:
         for member in ("attention_bias", "mlp_bias"):
             if members.get(member):
                 raise ModelError(f"{member} is set; this engine has no biases")
+        if members.get("hidden_act", "silu") != "silu":
+            raise ModelError(f"hidden_act is {members['hidden_act']!r}; this engine computes 'silu'")
         rope = members.get("rope_parameters") or {}
         scaling = members.get("rope_scaling") or (
             rope if rope.get("rope_type", "default") != "default" else None

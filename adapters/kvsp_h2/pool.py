@@ -247,6 +247,11 @@ class Pool:
         """Give up a call that was not sent."""
         self._waiting.pop(call, None)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has neither calls that wait nor connections."""
+        return not (self._waiting or self._links or self._dialing)
+
     # Connections -----------------------------------------------------------------------------------------
 
     def wants_dial(self, now_ms: int) -> bool:

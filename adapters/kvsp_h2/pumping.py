@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from kvsp_h2.connection import Connection
 from kvsp_h2.events import Established, Event
@@ -158,7 +158,7 @@ class BaseDialer(ABC, Generic[LinkT]):
     def __init__(self, network: BaseNetwork, pool: Pool, credentials: Credentials) -> None:
         self.links: Links[LinkT] = Links()
         self._network = network
-        self._pool = pool
+        self.pool: Final = pool
         self._credentials = credentials
         self._closing = False
         pool.wake = self._look
@@ -174,20 +174,20 @@ class BaseDialer(ABC, Generic[LinkT]):
     def shutdown(self) -> None:
         """Fail the calls that wait, and close the connections in order."""
         self._closing = True
-        self._pool.close("this service is not called any more")
+        self.pool.close("this service is not called any more")
         self._stop_dialing()
         for link in tuple(self.links):
             link.shutdown()
 
     def abort(self) -> None:
         """Close everything at once."""
-        self._pool.close("this service is not called any more")
+        self.pool.close("this service is not called any more")
         self._stop_dialing()
         for link in tuple(self.links):
             link.abort()
 
     def _connection(self) -> SecureConnection[ClientConnection]:
-        network, pool = self._network, self._pool
+        network, pool = self._network, self.pool
         return secure_client(
             self._credentials,
             pool.base_uri,
@@ -197,12 +197,12 @@ class BaseDialer(ABC, Generic[LinkT]):
         )
 
     def _receive(self, link: LinkT, event: Event) -> None:
-        self._pool.receive(link, event, self._network.now_ms())
+        self.pool.receive(link, event, self._network.now_ms())
         if self._closing and isinstance(event, Established):
             link.shutdown()  # it came to be after the others were closed
 
     def _unreachable(self) -> None:
-        self._pool.dial_failed("the service cannot be reached", self._network.now_ms())
+        self.pool.dial_failed("the service cannot be reached", self._network.now_ms())
 
 
 class BaseNetwork(ABC):
@@ -235,6 +235,14 @@ class BaseNetwork(ABC):
     @staticmethod
     def _pool(base_uri: str, limits: WireLimits | None, pool_limits: PoolLimits | None) -> Pool:
         return Pool(base_uri, random.random, limits=pool_limits, wire_limits=limits)
+
+    def forget(self, pool: Pool) -> None:
+        """Let go of a service that is not called any more."""
+        for part in self._parts:
+            if isinstance(part, BaseDialer) and part.pool is pool:
+                part.abort()
+                self._parts.remove(part)
+                break
 
     def _shut_down(self) -> None:
         """Begin to close everything in order."""

@@ -250,11 +250,11 @@ class _Dialer(BaseDialer[Link[ClientConnection]]):
     def _look(self) -> None:
         """Open a connection where the pool wants one, now or at its deadline."""
         network = self._network
-        if self._pool.wants_dial(network.now_ms()):
+        if self.pool.wants_dial(network.now_ms()):
             network.nursery.start_soon(self._dial)
         self._waits.cancel()
-        if self._pool.next_deadline_ms() is not None:
-            self._waits = trio.CancelScope(deadline=_seconds(self._pool.next_deadline_ms()))
+        if self.pool.next_deadline_ms() is not None:
+            self._waits = trio.CancelScope(deadline=_seconds(self.pool.next_deadline_ms()))
             network.nursery.start_soon(self._look_later, self._waits)
 
     async def _look_later(self, scope: trio.CancelScope) -> None:
@@ -264,11 +264,11 @@ class _Dialer(BaseDialer[Link[ClientConnection]]):
             self._look()
 
     async def _connect_to_host(self) -> trio.abc.Stream:
-        where = urlsplit(self._pool.base_uri)
+        where = urlsplit(self.pool.base_uri)
         return await trio.open_tcp_stream(where.hostname or "", where.port or 443)
 
     async def _dial(self) -> None:
-        network, pool = self._network, self._pool
+        network, pool = self._network, self.pool
         stream: trio.abc.Stream | None = None
         with trio.CancelScope() as self._dials:
             try:

@@ -42,6 +42,8 @@ _FROM_SAFETENSORS: Final = (
     "runai_streamer",
 )
 """Load formats in which vLLM reads the weights that the descriptor has the digest of."""
+_ADAPTERS: Final = 1024
+"""Adapters whose descriptors are kept; those of others are derived again."""
 _FULL_ATTENTION: Final = "FullAttentionSpec"
 _WITHOUT_WEIGHTS: Final = ("ngram", "ngram_gpu", "suffix")
 """Methods of speculation that have no layers of their own."""
@@ -274,6 +276,8 @@ class Sharing:
         if self._expected and not any(_without_adapters(each) == descriptor for each in self._expected):
             raise LocalProtocolError(_difference(descriptor, self._expected[0]))
         self._adapted: dict[tuple[FileState, ...], CompatibilityDescriptor] = {}
+        self._loaded: dict[int, str] = {}
+        """The compatibility ID of each of vLLM's adapters when it was first used."""
 
     def of(self, request: Any) -> tuple[Scope, CompatibilityDescriptor]:
         """Return the scope and descriptor of a request. Raises `NotShared`."""
@@ -306,8 +310,13 @@ class Sharing:
             files = (*weights, directory / "adapter_config.json")
             name = tuple(_identity(path) for path in files)
             if name not in self._adapted:
+                if len(self._adapted) >= _ADAPTERS:
+                    del self._adapted[next(iter(self._adapted))]
                 self._adapted[name] = self._derive(weights, files[-1])
-            return self._adapted[name]
+            descriptor = self._adapted[name]
+            if self._loaded.setdefault(lora.lora_int_id, descriptor.compat_id) != descriptor.compat_id:
+                raise LocalProtocolError("its files have changed since vLLM loaded it; load it anew")
+            return descriptor
         except (KVSPError, OSError) as error:
             raise NotShared("adapter", f"adapter {lora.lora_name}: {error}") from None
 

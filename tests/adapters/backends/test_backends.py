@@ -70,6 +70,31 @@ def test_blocks_named_otherwise_are_never_taken_for_those_named_by_tokens(tmp_pa
         named_descriptor(small, "a hash")
 
 
+def test_a_load_has_one_time_for_both_its_calls(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvsp_client import backend_settings
+    from kvsp_client.backend_settings import Backend, BackendSettings
+
+    backend = Backend(BackendSettings(**settings, timeout_ms=5000), block_tokens=TOKENS, names="a hash")
+    now, deadlines = [100.0], list[int]()
+
+    class SlowClient:
+        def lookup(self, keys: Any) -> None:
+            now[0] += 4
+
+        def fetch(self, prefix: None, sections: Any, *, deadline_ms: int) -> SimpleNamespace:
+            deadlines.append(deadline_ms)
+            return SimpleNamespace(blocks=1)
+
+    client: Any = SlowClient()
+    backend.client = client
+    monkeypatch.setattr(backend_settings, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    nothing: Any = None
+    assert backend.load(nothing, nothing) == 1
+    assert deadlines == [1000]
+
+
 # SGLang
 
 

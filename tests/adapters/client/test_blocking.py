@@ -67,6 +67,15 @@ def test_several_threads_use_it_at_once(served: Served, client: BlockingClient) 
     assert client_threads() == 1
 
 
+def test_a_client_that_closes_gives_its_leases_back(served: Served) -> None:
+    holder, keys = ScriptedHolder(served, 1), keys_of(served, "closing with a lease", 1)
+    holder.lease_ttl_ms = 60_000
+    client = BlockingClient(served.credentials, index=served.index_uri)
+    with client.lease(holder.uri, keys):
+        client.close()
+        assert holder.wait_for(lambda: holder.count("DELETE leases") == 1)
+
+
 def test_clients_share_a_thread_which_ends_with_the_last(served: Served) -> None:
     first = BlockingClient(served.credentials, index=served.index_uri)
     second = BlockingClient(served.credentials, index=served.index_uri)

@@ -195,6 +195,24 @@ def test_layers_that_come_again_the_same_are_not_withdrawn(kind: str, served: Se
     play(kind, served, scenario, stall_ms=200)
 
 
+def test_holders_that_are_gone_do_not_count_as_roles_that_it_calls(
+    kind: str, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a client that runs for long could one day call none that is new."""
+    monkeypatch.setattr("kvsp_client.wire.MAX_ROLES", 2)
+    keys, stored = keys_of(served, f"roles {kind}", 1), content(1)
+    good = ScriptedHolder(served, 1).serve(keys, stored)
+
+    async def scenario(client: Client) -> None:
+        memory = PrefixMemory(MODEL, 1)
+        for number in range(3):
+            gone = f"https://127.0.0.1:1/{number}/"
+            assert not (await client.fetch(prefix_of(keys, (gone, stored)), memory.sections)).blocks
+        assert (await client.fetch(prefix_of(keys, (good.uri, stored)), memory.sections)).complete
+
+    play(kind, served, scenario)
+
+
 def test_a_silent_holder_leaves_time_to_ask_the_next(served: Served) -> None:
     keys, stored = keys_of(served, "in time", 3), content(3)
     bad, good = ScriptedHolder(served, 1), ScriptedHolder(served, 2).serve(keys, stored)

@@ -19,8 +19,9 @@ def test_the_smallest_memory_that_is_large_enough_is_used_again() -> None:
         1,
         (MODEL.block_tokens, MODEL.kv_heads, MODEL.head_dim),
     )
-    assert pool.take(MODEL, 1).octets is large.octets
-    assert pool.take(MODEL, 1).octets.nbytes == BLOCK
+    assert pool.take(MODEL, 2).octets.nbytes == 2 * BLOCK, "more than twice as large is too large"
+    assert pool.take(MODEL, 3).octets is large.octets
+    assert pool.take(MODEL, 3).octets.nbytes == 3 * BLOCK
 
 
 def test_so_much_memory_is_kept_and_no_more() -> None:

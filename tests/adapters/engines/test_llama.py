@@ -124,6 +124,7 @@ def test_the_context_is_a_limit(model: Llama) -> None:
     [
         ("model_type", "mamba", "runs 'llama' models"),
         ("attention_bias", True, "no biases"),
+        ("hidden_act", "gelu", "'silu'"),
         ("rope_scaling", {"type": "linear"}, "rotary positions"),
         ("hidden_size", None, "hidden_size"),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +22,8 @@ from kvsp_client.vllm.engine_descriptor import (
 from kvsp_core.errors import LocalProtocolError
 from kvsp_core.identity import Scope
 from tests.adapters.vllm_connector import fakes
+
+_numbers = itertools.count(1)
 
 
 @pytest.fixture
@@ -88,6 +92,14 @@ def test_other_weights_in_the_same_place_are_another_model(directory: Path) -> N
     before = describe_engine(fakes.engine(directory))
     (directory / "model.safetensors").write_bytes(b"other weights")
     assert describe_engine(fakes.engine(directory)).model_digest != before.model_digest
+
+
+def test_weight_files_of_one_name_are_refused(directory: Path) -> None:
+    """A digest over files knows each by its name."""
+    index = {"weight_map": {"x": "a/w.safetensors", "y": "b/w.safetensors"}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(LocalProtocolError, match="one name"):
+        describe_engine(fakes.engine(directory))
 
 
 def test_what_full_attention_caches_is_shared(directory: Path) -> None:
@@ -194,7 +206,13 @@ def adapter(
     directory.mkdir(exist_ok=True)
     (directory / "adapter_model.safetensors").write_bytes(weights)
     (directory / "adapter_config.json").write_bytes(config)
-    return SimpleNamespace(**{"lora_name": "x", "lora_path": str(directory), "load_inplace": False} | members)
+    given = {
+        "lora_name": "x",
+        "lora_int_id": next(_numbers),
+        "lora_path": str(directory),
+        "load_inplace": False,
+    }
+    return SimpleNamespace(**given | members)
 
 
 @pytest.mark.requirement("CD-3", "CD-5")
@@ -213,10 +231,21 @@ def test_adapters_are_told_apart_by_their_files(sharing: Sharing, tmp_path: Path
     assert sharing.of(again)[1] == sharing.of(requests[1])[1]
 
 
+def test_an_adapter_whose_files_have_changed_is_not_shared(sharing: Sharing, tmp_path: Path) -> None:
+    """vLLM computes with what it has loaded; under another number it loads what is there now."""
+    lora = adapter(tmp_path)
+    before = sharing.of(fakes.request(lora_request=lora))[1]
+    (Path(lora.lora_path) / "adapter_model.safetensors").write_bytes(b"weights of later on")
+    with pytest.raises(NotShared, match="changed"):
+        sharing.of(fakes.request(lora_request=lora))
+    lora.lora_int_id = next(_numbers)
+    assert sharing.of(fakes.request(lora_request=lora))[1] != before
+
+
 def test_an_adapter_whose_files_say_nothing_is_not_shared(sharing: Sharing, tmp_path: Path) -> None:
     for lora in (
         adapter(tmp_path, load_inplace=True),
-        SimpleNamespace(lora_name="x", lora_path=str(tmp_path), load_inplace=False),
+        SimpleNamespace(lora_name="x", lora_int_id=1, lora_path=str(tmp_path), load_inplace=False),
     ):
         with pytest.raises(NotShared) as refused:
             sharing.of(fakes.request(lora_request=lora))
