@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean, quantiles
+from string import ascii_lowercase
 
 import openai
 
@@ -55,7 +56,7 @@ def _measure(cluster: Cluster) -> tuple[list[float], list[float], int]:
     """Return the gaps without a prefetch and during one, and how many blocks were loaded."""
     source, target = INSTANCES[:2]
     codec = TextCodec(cluster.model_dir)
-    documents = [f"{number} " * (DOCUMENT_TOKENS // 2) for number in range(DOCUMENTS)]
+    documents = [f"{letter} " * (DOCUMENT_TOKENS // 2) for letter in ascii_lowercase[:DOCUMENTS]]
     _only(cluster, source)
     for document in documents:
         _answer(cluster, document, 1)
