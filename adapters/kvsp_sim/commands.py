@@ -182,6 +182,7 @@ def _tell_exploration(name: str, bounds: Bounds, found: Exploration, took: float
     click.echo(
         f"{name}, at most {bounds.crashes} crashes, {bounds.partitions} partitions, "
         f"{bounds.losses} failed calls, {timers} timers"
+        + (", a crash last" if bounds.crash_last else "")
         + ("" if bounds.switches is None else f", {bounds.switches} switches")
         + ": "
         f"{found.states:,} states, {found.transitions:,} transitions, depth {found.depth}, {took:.0f} s"

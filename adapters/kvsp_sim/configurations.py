@@ -9,6 +9,7 @@ from typing import Final
 
 import attrs
 
+from kvsp_core.limits import MAX_RESUME_ATTEMPTS
 from kvsp_core.records import Shard
 from kvsp_sim.cluster import BLOCK_BYTES
 from kvsp_sim.explored_node import ExploredNode
@@ -19,7 +20,7 @@ from kvsp_sim.properties import LeasesHold, Properties
 from kvsp_sim.reshard_group import BLOCK_TOKENS, MAP, RESHARD_EFFECTS, Coordinator, Member, PlainEngine
 from kvsp_sim.reshard_roles_group import TIER as ROLES_TIER
 from kvsp_sim.reshard_roles_group import ReshardGroup, ShardEngine, begin_resharding
-from kvsp_sim.session_group import ABSENT, CONTROLLER, FRONT_END, USER_EFFECTS, SessionGroup, ask
+from kvsp_sim.session_group import ABSENT, CONTROLLER, FRONT_END, USER_EFFECTS, SessionGroup, ask, epoch_of
 from kvsp_sim.witness import Witness
 
 __all__ = ["CONFIGURATIONS", "Configuration"]
@@ -88,11 +89,15 @@ def _reshard(crashes: str, members: int) -> tuple[Sequence[ExploredNode], Proper
 
 
 def _session(
-    crashes: str, members: int, output: int = 2, lives: int | None = None
+    crashes: str,
+    members: int,
+    output: int = 2,
+    lives: int | None = None,
+    attempts: int = MAX_RESUME_ATTEMPTS,
 ) -> tuple[Sequence[ExploredNode], Properties]:
     properties = Properties(timed=False)
     witness = Witness(properties)
-    group = SessionGroup(tuple(f"https://instance{number}/" for number in range(members)), output)
+    group = SessionGroup(tuple(f"https://instance{number}/" for number in range(members)), output, attempts)
     nodes = [
         ExploredNode(
             CONTROLLER,
@@ -100,6 +105,7 @@ def _session(
             witness=witness,
             can_crash=crashes == "controller",
             once=_ONCE,
+            renews=epoch_of,
         )
     ]
     nodes += [
@@ -114,6 +120,7 @@ def _session(
             once=_ONCE,
             absent=frozenset({ABSENT}),
             patient=True,
+            renews=epoch_of,
             parts_from=(CONTROLLER, FRONT_END) if name == group.instances[0] else (),
         )
         for name in group.instances
@@ -247,6 +254,13 @@ CONFIGURATIONS: Final[Mapping[str, Configuration]] = MappingProxyType(
             bounds=Bounds(crashes=1, partitions=1, switches=0),
             members=2,
             build=partial(_session, "instances", output=1, lives=2),
+        ),
+        "session-second-failure": Configuration(
+            about="a session of one token; an instance crashes and the first is cut off, then one crashes "
+            "again; given up after two attempts to resume",
+            bounds=Bounds(crashes=2, partitions=1, crash_last=True, switches=0),
+            members=2,
+            build=partial(_session, "instances", output=1, lives=2, attempts=2),
         ),
         "session-crashes": Configuration(
             about="a session of one token, each of whose instances crashes",

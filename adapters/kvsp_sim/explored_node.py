@@ -231,6 +231,8 @@ class ExploredNode:
     says what to do with effects that only this role has. `begin` is called once, when all nodes have started
     and said what they say at first. A node that `only_asks` gets no requests. The timers of one that is
     `patient` go off only where nothing else can happen. A partition may separate it from one of `parts_from`.
+    `renews` says of a call what it is about and how late it is: once a later one about the same is open, the
+    role must not care how the earlier one ends, and it fails at once.
     """
 
     def __init__(
@@ -254,6 +256,7 @@ class ExploredNode:
         only_asks: bool = False,
         patient: bool = False,
         parts_from: tuple[str, ...] = (),
+        renews: Callable[[Question], tuple[Hashable, int] | None] = lambda _: None,
         now_ms: int = 1_000,
     ) -> None:
         self.base_uri = base_uri
@@ -286,6 +289,7 @@ class ExploredNode:
         self.only_asks = only_asks
         self.patient = patient
         self.parts_from = parts_from
+        self.renews = renews
         self.posts = 0
         """How many requests that arrive once were sent in this life."""
         self.waiting: frozenset[Hashable] = frozenset()
@@ -403,7 +407,20 @@ class ExploredNode:
             case Crash(durable):
                 self._crash(durable)
         self._drain()
+        self._let_go()
         return Outcome(tuple(self._messages), tuple(self._facts))
+
+    def _let_go(self) -> None:
+        """Let the calls fail that later ones about the same have made pointless."""
+        latest: dict[Hashable, int] = {}
+        renewed = {call_id: self.renews(each.question) for call_id, each in self.calls.items()}
+        for about, number in filter(None, renewed.values()):
+            latest[about] = max(number, latest.get(about, number))
+        for call_id, said in renewed.items():
+            if said is not None and said[1] < latest[said[0]]:
+                del self.calls[call_id]
+                self._inputs.append(CallFailed(call_id, "no answer"))
+                self._drain()
 
     def start(self) -> Outcome:
         """Start the role for the first time."""

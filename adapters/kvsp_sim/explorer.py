@@ -26,7 +26,8 @@ A violation comes with the shortest way to it. So does an end at which somebody 
 or a program for its reshards: in a state where nothing can happen but faults and the arrival of late
 questions, the calls of who waits time out and the timers of the nodes go off, budgets or not, until nobody
 waits. Time then passes the same at all nodes, so that none stands still while another tries again and again;
-but for nodes that only ask, whose timers go off first, and which give up after a while.
+but for nodes that only ask, whose timers go off first, and which give up after a while. Once all is explored,
+a state from which what has to happen leads to no end in any order is a violation too: all goes round there.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from kvsp_sim.explored_node import (
 )
 from kvsp_sim.facts import LineSeen, TokenDelivered
 from kvsp_sim.messages import Message, Question
-from kvsp_sim.numbered import Broken, Interned, MessageSpace, NodeSpace, PropertySpace, bits
+from kvsp_sim.numbered import Broken, Interned, MessageSpace, NodeSpace, PropertySpace, bits, reachable
 from kvsp_sim.properties import Properties
 from kvsp_sim.property import Violation
 from kvsp_sim.wire import request_line
@@ -72,6 +73,8 @@ class Bounds:
     losses: int = 0
     timers: int | None = 0
     """None: any number."""
+    crash_last: bool = False
+    """Whether a crash comes after all partitions: the last one waits for them."""
     switches: int | None = None
     """How often a node acts out of turn; None: any number. Turns go round, and a node keeps its own while
     something has arrived for it or is under way in it. Faults know no turns, nor does what happens where
@@ -116,6 +119,10 @@ State: TypeAlias = tuple[int, ...]
 _BUDGETS: Final = 4
 """So many members of `Left` are budgets for faults and timers."""
 
+_FIRST_LOOK: Final = 4_000
+"""At so many states it is first looked whether questions were left out that matter, and again at four times
+as many each time: what is then begun anew costs less."""
+
 _OF_A_STREAM: Final = (LineSeen, TokenDelivered)
 
 _T = TypeVar("_T")
@@ -146,9 +153,10 @@ class Search:
         self.spaces: list[NodeSpace] = (
             [NodeSpace(self.messages) for _ in nodes] if before is None else before.spaces
         )
-        self._properties: PropertySpace = PropertySpace(properties) if before is None else before._properties
+        self.properties: PropertySpace = PropertySpace(properties) if before is None else before.properties
         self._kept: set[int] = set() if before is None else before._kept | before.mattered()
         self._left_out: dict[tuple[int, int], set[int]] = {}
+        self._crash_last = bounds.crash_last
         self._sets = Interned()
         self._lefts = Interned()
         left = self._lefts.number(
@@ -158,6 +166,9 @@ class Search:
         self._only_ask = [place for place, node in enumerate(nodes) if node.only_asks]
         self._have_users = [p for p in self._only_ask if self.spaces[p].waiting[self.first[p]]]
         self.reached: dict[State, tuple[State, int, Event | int] | None] = {self.first: None}
+        self._somebody_waits = bool(self._waiting(self.first))
+        self._before: dict[State, list[State]] = {}
+        """Where somebody waits: from which states one comes to a state by what has to happen."""
 
     # Beginning
 
@@ -170,7 +181,7 @@ class Search:
             outcome = node.start()
             for message in outcome.messages:
                 sent |= 1 << self.messages.number(message)
-            properties = _unbroken(self._properties.outcome(properties, outcome.facts))
+            properties = _unbroken(self.properties.outcome(properties, outcome.facts))
             numbers.append(space.number(node))
         state: State = (*numbers, self._sets.number(sent), properties, left)
         beginning = [place for place, node in enumerate(nodes) if node.begin is not None]
@@ -198,8 +209,11 @@ class Search:
             state = state if after is None else _unbroken(after)
 
     def run(self, max_states: int, progress: Callable[[int, int], None] | None = None) -> Exploration:
-        """Explore, breadth first; stop at the first violation, or at so many states."""
+        """Explore, breadth first; stop at the first violation, at so many states, or where it has turned out
+        that questions were left out which matter.
+        """
         reached = self.reached
+        look_at = _FIRST_LOOK
         frontier = deque([self.first])
         depth = transitions = 0
         last_of_level = self.first
@@ -209,7 +223,8 @@ class Search:
                 has_to_happen = False
                 for after, place, event in next_states(state):
                     transitions += 1
-                    has_to_happen = has_to_happen or not self.may_not_happen(state, after, event)
+                    has_to = not self.may_not_happen(state, after, event)
+                    has_to_happen = has_to_happen or has_to
                     if isinstance(after, Broken):
                         steps = (*self.way_to(state), self.describe(state, place, event))
                         finding = Finding(after.violation, steps)
@@ -217,6 +232,8 @@ class Search:
                     if after not in reached:
                         reached[after] = (state, place, event)
                         frontier.append(after)
+                    if has_to and self._somebody_waits:
+                        self._before.setdefault(after, []).append(state)
                 if has_to_happen:
                     break
             if state is last_of_level and frontier:
@@ -224,7 +241,9 @@ class Search:
                 last_of_level = frontier[-1]
                 if progress is not None:
                     progress(len(reached), depth)
-            if len(reached) > max_states:
+            looks = len(reached) >= look_at
+            look_at *= 4 if looks else 1
+            if len(reached) > max_states or (looks and self.mattered()):
                 return Exploration(len(reached), transitions, depth, False, None)
         return Exploration(len(reached), transitions, depth, True, None)
 
@@ -310,7 +329,8 @@ class Search:
         """Return what is left after an event, for each budget that allows it."""
         kind = type(event)
         if kind is Crash:
-            return (left._replace(crashes=left.crashes - 1),) if left.crashes else ()
+            due = left.crashes > (1 if self._crash_last and left.partitions else 0)
+            return (left._replace(crashes=left.crashes - 1),) if due else ()
         if kind is Timer:
             if self._nodes[place].patient:
                 return ()
@@ -363,7 +383,7 @@ class Search:
                     told = space.outcome(nodes[other], PeerCrashed(self.names[place]))
                     assert isinstance(told, tuple)
                     nodes[other] = told[0]
-        properties = self._properties.outcome(state[count + 1], facts)
+        properties = self.properties.outcome(state[count + 1], facts)
         if isinstance(properties, Broken):
             return properties
         sent = self._settle(sent, nodes, properties)
@@ -410,22 +430,23 @@ class Search:
             return False
         if any(self.messages.about[each][1] != message for each in outcome[1]):
             return False
-        return self._properties.outcome(properties, outcome[2]) == properties
+        return self.properties.outcome(properties, outcome[2]) == properties
 
     def mattered(self) -> set[int]:
         """Return the late questions that were left out and would have changed something later."""
-        met: dict[int, set[tuple[int, int]]] = {}
-        for place, _ in self._left_out:
-            met[place] = {(state[place], state[self._count + 1]) for state in self.reached}
         found = set()
-        for (place, message), numbers in self._left_out.items():
-            later = self.spaces[place].reachable(numbers)
-            if not all(
-                self._is_inert(place, number, message, properties)
-                for number, properties in met[place]
-                if number in later
-            ):
-                found.add(message)
+        for place in {place for place, _ in self._left_out}:
+            after = self.spaces[place].moves()
+            met: dict[int, set[int]] = {}
+            for state in self.reached:
+                met.setdefault(state[place], set()).add(state[self._count + 1])
+            for (where, message), numbers in self._left_out.items():
+                if where == place and not all(
+                    self._is_inert(place, number, message, properties)
+                    for number in reachable(numbers, after)
+                    for properties in met.get(number, ())
+                ):
+                    found.add(message)
         return found
 
     def _may_be_taken(self, nodes: Sequence[int], message: int) -> bool:
@@ -467,6 +488,33 @@ class Search:
                 return
         waiting = next(node for node in nodes if node.waiting)
         yield Broken(Violation("everything_ends", f"somebody waits for ever at {waiting.name}")), 0, Timer()
+
+    def _waiting(self, state: State) -> list[int]:
+        return [place for place, space in enumerate(self.spaces) if space.waiting[state[place]]]
+
+    def ends(self) -> list[State]:
+        """Return the states in which nobody waits."""
+        return [state for state in self.reached if not self._waiting(state)]
+
+    def stuck(self) -> Finding | None:
+        """Return where somebody waits and nothing that has to happen comes to an end, in no order: it goes
+        round for ever. To be asked once all was explored.
+        """
+        if not self._somebody_waits:
+            return None
+        ends = self.ends()
+        come_to_one = set(ends)
+        while ends:
+            for state in self._before.get(ends.pop(), ()):
+                if state not in come_to_one:
+                    come_to_one.add(state)
+                    ends.append(state)
+        state = next((state for state in self.reached if state not in come_to_one), None)
+        if state is None:
+            return None
+        waiting = [self.names[place] for place in self._waiting(state)]
+        said = f"somebody waits for ever at {waiting[0]}, while the same happens again and again"
+        return Finding(Violation("everything_ends", said), tuple(self.way_to(state)))
 
     def _timers(self, state: State) -> list[tuple[int, int]]:
         """Return which timers may go off next, the first first: after how long, and at which node.
@@ -557,6 +605,9 @@ def explore(
     search = Search(nodes, properties, bounds)
     while True:
         explored = search.run(max_states, progress)
-        if not explored.complete or not search.mattered():
+        if explored.finding is not None or explored.states > max_states:
             return explored
+        if not search.mattered():
+            finding = search.stuck()
+            return explored if finding is None else attrs.evolve(explored, complete=False, finding=finding)
         search = Search(nodes, properties, bounds, search)

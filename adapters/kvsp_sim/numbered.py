@@ -6,7 +6,7 @@ once for what they remember, however many global states contain it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import attrs
@@ -19,7 +19,7 @@ from kvsp_sim.properties import Properties
 from kvsp_sim.property import Violation
 from kvsp_sim.snapshot import copied
 
-__all__ = ["Broken", "Done", "Interned", "MessageSpace", "NodeSpace", "PropertySpace", "bits"]
+__all__ = ["Broken", "Done", "Interned", "MessageSpace", "NodeSpace", "PropertySpace", "bits", "reachable"]
 
 Done: TypeAlias = tuple[int, tuple[int, ...], tuple[Fact, ...]]
 """The state of a node after an event, the messages it sent, and facts."""
@@ -38,6 +38,16 @@ def bits(numbers: int) -> Iterator[int]:
         lowest = numbers & -numbers
         numbers ^= lowest
         yield lowest.bit_length() - 1
+
+
+def reachable(numbers: Iterable[int], after: Mapping[int, set[int]]) -> set[int]:
+    """Return the states that come from these on, themselves included, where each has others after it."""
+    met, left = set(numbers), list(numbers)
+    while left:
+        more = after.get(left.pop(), set()) - met
+        met |= more
+        left += more
+    return met
 
 
 class Interned:
@@ -98,18 +108,13 @@ class NodeSpace:
             self._outcomes[key] = self._compute(number, event)
         return self._outcomes[key]
 
-    def reachable(self, numbers: Iterable[int]) -> set[int]:
-        """Return the states that were met from these on, themselves included."""
+    def moves(self) -> dict[int, set[int]]:
+        """Return the states that were met next after each."""
         after: dict[int, set[int]] = {}
         for (number, _), outcome in self._outcomes.items():
             if isinstance(outcome, tuple):
                 after.setdefault(number, set()).add(outcome[0])
-        met, left = set(numbers), list(numbers)
-        while left:
-            more = after.get(left.pop(), set()) - met
-            met |= more
-            left += more
-        return met
+        return after
 
     def _compute(self, number: int, event: Event | int) -> Done | Broken | None:
         if isinstance(event, int):
@@ -218,7 +223,7 @@ class PropertySpace:
 
     def __init__(self, properties: Properties) -> None:
         self._numbers: dict[Hashable, int] = {properties.freeze(): 0}
-        self._all = [properties]
+        self.all = [properties]
         self._outcomes: dict[tuple[int, tuple[Fact, ...]], int | Broken] = {}
 
     def outcome(self, number: int, facts: tuple[Fact, ...]) -> int | Broken:
@@ -232,7 +237,7 @@ class PropertySpace:
         return found
 
     def _compute(self, number: int, facts: tuple[Fact, ...]) -> int | Broken:
-        properties = copied(self._all[number])
+        properties = copied(self.all[number])
         try:
             for fact in facts:
                 properties.observe(fact)
@@ -241,6 +246,6 @@ class PropertySpace:
         key = properties.freeze()
         found = self._numbers.get(key)
         if found is None:
-            found = self._numbers[key] = len(self._all)
-            self._all.append(properties)
+            found = self._numbers[key] = len(self.all)
+            self.all.append(properties)
         return found

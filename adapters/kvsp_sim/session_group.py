@@ -8,13 +8,16 @@ unless the timer of an instance fires.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Final
 
 import attrs
 
 from kvsp_core.identity import CompatibilityDescriptor, Scope
+from kvsp_core.limits import MAX_RESUME_ATTEMPTS
 from kvsp_core.machines.fleet import Fleet
 from kvsp_core.machines.session import SessionTimes
 from kvsp_core.records import Sampler
@@ -46,9 +49,20 @@ from kvsp_sim.cluster import DESCRIPTOR
 from kvsp_sim.explored_node import ExploredNode
 from kvsp_sim.facts import OutputEnded, StreamOpened, TokenDelivered, TokenDrawn
 from kvsp_sim.host import Start
+from kvsp_sim.messages import Question
 from kvsp_sim.session_properties import extend_history
 
-__all__ = ["ABSENT", "CONTROLLER", "FRONT_END", "MODEL", "SCOPE", "USER_EFFECTS", "SessionGroup", "ask"]
+__all__ = [
+    "ABSENT",
+    "CONTROLLER",
+    "FRONT_END",
+    "MODEL",
+    "SCOPE",
+    "USER_EFFECTS",
+    "SessionGroup",
+    "ask",
+    "epoch_of",
+]
 
 CONTROLLER: Final = "https://controller/"
 FRONT_END: Final = "https://front/"
@@ -86,6 +100,8 @@ class TinyEngine:
             case Abort(sequence):
                 self._sequences.pop(sequence, None)
                 self._paused.discard(sequence)
+                # What is drawn for a sequence that is gone does nothing, and its number does not come again.
+                self._node.pending[:] = [job for job in self._node.pending if job[1] != (sequence,)]
             case Pause(sequence):
                 self._paused.add(sequence)
             case Proceed(sequence):
@@ -107,6 +123,20 @@ class TinyEngine:
             self._node.deliver(SequenceEnded(sequence, "length"))
         else:
             self._node.later(0, self._draw, sequence)
+
+
+@lru_cache(maxsize=4096)
+def epoch_of(question: Question) -> tuple[str, int] | None:
+    """Return for a checkpoint and for a resume which session it is about and its epoch, for any other call
+    None.
+
+    Who has gone on to a newer epoch takes nothing from how a call of an older one ends: an instance has begun
+    another run of the session, and a controller looks whether the epoch is still its own.
+    """
+    path = question.request.path
+    if not path.startswith("sessions/") or not path.endswith(("/checkpoint", "/resume")):
+        return None
+    return path, json.loads(question.body)["epoch"]
 
 
 # The user
@@ -165,6 +195,7 @@ class SessionGroup:
 
     instances: tuple[str, ...]
     output: int = 2
+    attempts: int = MAX_RESUME_ATTEMPTS
     policy: Policy = attrs.field(init=False)
 
     @policy.default
@@ -185,7 +216,12 @@ class SessionGroup:
             descriptors={MODEL.compat_id: MODEL},
         )
         times = SessionTimes(
-            placed_ms=50_000, idle_ms=60_000, wait_ms=70_000, resume_ms=40_000, kept_ms=90_000
+            placed_ms=50_000,
+            idle_ms=60_000,
+            wait_ms=70_000,
+            resume_ms=40_000,
+            kept_ms=90_000,
+            attempts=self.attempts,
         )
         settings = ControllerSettings(
             placement=placement, times=times, prefetch=False, placement_wait_ms=80_000

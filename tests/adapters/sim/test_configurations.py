@@ -18,6 +18,7 @@ FULL = [
     "session-partition",
     "session-controller",
     "session-failures",
+    "session-second-failure",
     "session-crashes",
     "lease",
 ]
@@ -88,3 +89,17 @@ def test_what_was_explored_is_told() -> None:
 @pytest.mark.parametrize("name", [*FULL, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
 def test_every_order_holds_within_the_usual_bounds(name: str) -> None:
     check(name, CONFIGURATIONS[name].bounds)
+
+
+@pytest.mark.verify
+def test_the_ends_are_the_same_where_calls_that_were_renewed_stay_open() -> None:
+    states, ends = [], []
+    for renews in (True, False):
+        nodes, properties = CONFIGURATIONS["session-failures"].build(2)
+        for node in nodes if not renews else ():
+            node.renews = lambda _: None
+        search = Search(nodes, properties, CONFIGURATIONS["session-failures"].bounds)
+        states.append(search.run(max_states=100_000).states)
+        ends.append({search.properties.all[state[-2]].freeze() for state in search.ends()})
+    assert states[0] < states[1]
+    assert ends[0] == ends[1]

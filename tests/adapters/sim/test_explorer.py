@@ -202,6 +202,22 @@ def test_time_passes_the_same_at_all_nodes() -> None:
     )
 
 
+def test_who_waits_while_all_goes_round_is_found() -> None:
+    properties = Properties()
+    witness = Witness(properties)
+    nodes = [
+        ExploredNode(LEDGER, lambda start: Ticker(start.now_ms, 40), witness=witness),
+        ExploredNode(WRITER, lambda start: Ticker(start.now_ms, 100), witness=witness),
+    ]
+    assert explore(nodes, properties, Bounds()).complete
+    nodes[0].waiting = frozenset({"that it breaks"})
+    explored = explore(nodes, properties, Bounds())
+    assert not explored.complete
+    assert explored.finding is not None
+    said = f"everything_ends: somebody waits for ever at {LEDGER}, while the same happens again and again"
+    assert str(explored.finding.violation) == said
+
+
 def test_a_late_question_that_still_matters_is_kept() -> None:
     properties = Properties()
     witness = Witness(properties)
