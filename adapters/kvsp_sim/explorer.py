@@ -509,12 +509,12 @@ class Search:
                 if state not in come_to_one:
                     come_to_one.add(state)
                     ends.append(state)
-        state = next((state for state in self.reached if state not in come_to_one), None)
-        if state is None:
+        first = next((state for state in self.reached if state not in come_to_one), None)
+        if first is None:
             return None
-        waiting = [self.names[place] for place in self._waiting(state)]
+        waiting = [self.names[place] for place in self._waiting(first)]
         said = f"somebody waits for ever at {waiting[0]}, while the same happens again and again"
-        return Finding(Violation("everything_ends", said), tuple(self.way_to(state)))
+        return Finding(Violation("everything_ends", said), tuple(self.way_to(first)))
 
     def _timers(self, state: State) -> list[tuple[int, int]]:
         """Return which timers may go off next, the first first: after how long, and at which node.
