@@ -99,11 +99,12 @@ def ends(name: str, *, renews: bool) -> tuple[int, set[Hashable]]:
     nodes, properties = configuration.build(configuration.members)
     for node in nodes if not renews else ():
         node.renews = lambda _: None
-    search = None
-    while search is None or not explored.complete or search.mattered():
+    search = Search(nodes, properties, configuration.bounds)
+    explored = search.run(max_states=100_000)
+    while search.mattered():
         search = Search(nodes, properties, configuration.bounds, search)
         explored = search.run(max_states=100_000)
-        assert explored.finding is None
+    assert explored.complete
     return explored.states, {search.properties.all[state[-2]].freeze() for state in search.ends()}
 
 
