@@ -417,8 +417,7 @@ class ExploredNode:
         for about, number in filter(None, renewed.values()):
             latest[about] = max(number, latest.get(about, number))
         for call_id, said in renewed.items():
-            if said is not None and said[1] < latest[said[0]]:
-                del self.calls[call_id]
+            if said is not None and said[1] < latest[said[0]] and self.calls.pop(call_id, None) is not None:
                 self._inputs.append(CallFailed(call_id, "no answer"))
                 self._drain()
 

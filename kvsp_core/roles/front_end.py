@@ -163,6 +163,8 @@ class _Generation:
     began_ms: int
     since_ms: int
     """When it last got anywhere."""
+    unplaced_ms: int | None
+    """Since when no instance has taken it; None while one has."""
     stage: _Stage = _Stage.PLACING
     call: int | None = None
     failures: int = 0
@@ -284,7 +286,7 @@ class FrontEnd:
         if len(self._generations) >= self._max_generations:
             self._own.append(GenerationFailed(number, 503, "too many generations are under way"))
             return
-        self._generations[number] = _Generation(asked, now_ms, now_ms)
+        self._generations[number] = _Generation(asked, now_ms, now_ms, now_ms)
         self._place(number, self._generations[number])
 
     def _place(self, number: int, generation: _Generation) -> None:
@@ -337,6 +339,7 @@ class FrontEnd:
                 generation.cached_tokens = None
             if not generation.failures:  # streams that begin and bring no token lead nowhere
                 generation.since_ms = now_ms
+            generation.unplaced_ms = None
             generation.prompt_wanted = generation.output.next_index == 0
 
     def _line(self, call_id: int, line: bytes, now_ms: int) -> None:
@@ -564,7 +567,10 @@ class FrontEnd:
             cause=generation.asked.traceparent,
         )
         generation.session, generation.stage = "", _Stage.PLACING
-        generation.output, generation.prompt_wanted = out.OutputAssembly(), True  # its epochs begin anew
+        # The epochs of the next session begin anew.
+        generation.output, generation.failed_at, generation.prompt_wanted = out.OutputAssembly(), None, True
+        if generation.unplaced_ms is None:
+            generation.unplaced_ms = now_ms
         self._led_nowhere(number, generation, now_ms)
 
     def _call_failed(self, call_id: int, now_ms: int) -> None:
@@ -588,15 +594,18 @@ class FrontEnd:
 
     def _retry(self, number: int, generation: _Generation, now_ms: int) -> None:
         """Do the stage's call again after a while that doubles, spread over the generations; or give up."""
-        placing = generation.stage is _Stage.PLACING
-        patience_ms = self._placement_ms if placing else self._patience_ms
         if generation.stage is _Stage.CLOSING:
             if generation.failures >= _CLOSE_ATTEMPTS:
                 self._forget(number)  # the session runs out by itself
                 return
-        elif now_ms - (generation.began_ms if placing else generation.since_ms) >= patience_ms:
-            detail = "no instance takes the request" if placing else "nobody goes on with the output"
-            self._fail(number, generation, 503 if placing else 504, detail)
+        elif generation.stage is _Stage.PLACING:
+            assert generation.unplaced_ms is not None
+            unplaced_for_ms = now_ms - generation.unplaced_ms
+            if unplaced_for_ms >= self._placement_ms or now_ms - generation.began_ms >= self._patience_ms:
+                self._fail(number, generation, 503, "no instance takes the request")
+                return
+        elif now_ms - generation.since_ms >= self._patience_ms:
+            self._fail(number, generation, 504, "nobody goes on with the output")
             return
         delay_ms = min(_FIRST_RETRY_MS << min(generation.failures, 10), MAX_FRONT_END_RETRY_MS)
         generation.call = None

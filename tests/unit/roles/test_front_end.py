@@ -616,6 +616,63 @@ def test_an_instance_without_room_is_left_for_another() -> None:
         assert asked.avoid == tuple(names[: place + 1][-MAX_AVOIDED_INSTANCES:])
 
 
+def until(client: Client, end: str) -> None:
+    """Let time pass until the last call is such a one."""
+    while not client.says().endswith(end):
+        assert client.wait() == []
+
+
+def moved_without_room(client: Client, waited_ms: int) -> list[object]:
+    """A request waits for its first token, its instance is lost, and the one that takes over has no room."""
+    for _ in range(waited_ms // 10_000):
+        client.now_ms += 10_000
+        client.fail()
+        until(client, SESSION)
+        client.answer(info("placed", epoch=1, instance=ONE))
+        client.started()
+    client.fail()
+    until(client, SESSION)
+    client.answer(info("placed", instance=TWO))
+    return client.refuse(UNAVAILABLE)
+
+
+def test_a_request_that_has_waited_for_long_is_placed_anew_like_any_other() -> None:
+    client = streaming(placement_ms=30_000)
+    assert moved_without_room(client, 60_000) == []
+    anew_ms = client.now_ms
+    until(client, "ext/placements")
+    while not (got := client.refuse(UNAVAILABLE)):
+        client.wait()
+    assert got == [GenerationFailed(1, 503, "no instance takes the request")]
+    assert 30_000 <= client.now_ms - anew_ms < 60_000
+
+
+def test_a_request_is_not_placed_anew_for_ever() -> None:
+    client = streaming(placement_ms=30_000, patience_ms=120_000)
+    got: list[object] = []
+    while not got:
+        got = moved_without_room(client, 30_000)
+        if not got:
+            until(client, "ext/placements")
+            client.answer(placed(ONE), 201)
+            client.started()
+    assert got == [GenerationFailed(1, 503, "no instance takes the request")]
+    assert client.now_ms < 200_000
+
+
+def test_a_session_that_is_placed_anew_where_one_has_failed_is_another_one() -> None:
+    client = streaming()
+    assert fails(client) == []
+    client.wait()
+    client.answer(placed(ONE), 201)  # the only instance there is
+    client.started()
+    client.put(StreamEnded(client.call.call_id))
+    until(client, SESSION)
+    assert client.answer(info("placed", epoch=1, instance=ONE)) == []
+    client.started()
+    assert client.tokens(7) == [TokenReady(1, 0, 7)]
+
+
 def test_answers_that_are_not_as_they_should_be_fail_it() -> None:
     client = Client()
     client.generate()
