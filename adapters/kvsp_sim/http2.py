@@ -69,6 +69,7 @@ def _draw_limits(random: Randomness) -> WireLimits:
         ping_timeout_ms=random.pick((50, 500, 10_000)),
         idle_ms=random.pick((30, 500, 300_000)),
         drain_ms=random.pick((50, 30_000)),
+        doubt_ms=random.pick((20, 300, 2_000)),
     )
 
 
@@ -185,6 +186,7 @@ class _Dialer:
         )
         self._receive(link.client, Established(self._server.base_uri))
         link.client.flush()
+        link.take_early()
 
     def _unopened(self, link: Link) -> None:
         """No connection came to be."""

@@ -42,12 +42,22 @@ class Link:
         self.opening = True
         self.client: End[ClientConnection] | None = None
         self.server: End[ServerConnection] | None = None
+        self._early: list[bytes] = []
+        """What has come to a client that stands still and has not seen yet that the connection is open."""
 
     def arrive(self, to_server: bool, octets: bytes) -> None:
         """Bring octets to one end."""
         end = self.server if to_server else self.client
         if end is not None:
             end.arrive(octets)
+        elif self.opening:
+            self._early.append(octets)
+
+    def take_early(self) -> None:
+        """Bring the client what came before it was there."""
+        early, self._early = self._early, []
+        for octets in early:
+            self.arrive(False, octets)
 
     def was_read(self, by_server: bool, count: int) -> None:
         """Tell one end that the other has read so many of its octets."""
@@ -88,7 +98,6 @@ class End(Generic[HTTP]):
         """Octets we have written that the other end has not read."""
         self._waiting: deque[bytes] = deque()
         """What has arrived while the connection stood still."""
-        self._goes_on_us = 0
         self._turn_is_due = False
         self._armed_us: int | None = None
         self._closed = False
@@ -117,12 +126,10 @@ class End(Generic[HTTP]):
             self._cut_off = True
             if not octets:
                 return
-        now_us = self.host.world.now_us
         stall_us = 0 if self._waiting else self._network.stall_us()
         if stall_us:
-            self._goes_on_us = now_us + stall_us
             self.host.later(stall_us, self._go_on)
-        if self._goes_on_us > now_us:
+        if stall_us or self._waiting:
             self._waiting.append(octets)
         else:
             self._read(octets)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import TypeAlias
 
 import pytest
 
@@ -15,11 +16,13 @@ from kvsp_h2.events import (
     RequestReceived,
     ResponseReceived,
 )
-from kvsp_sim.octets import End
+from kvsp_h2.http2 import ClientConnection
+from kvsp_sim.octets import End, Link
 from kvsp_sim.property import Violation
+from kvsp_sim.randomness import Randomness
 from kvsp_sim.simulate import Options, run_seed
 from kvsp_sim.streams import Streams
-from tests.adapters.sim.toy import run_with_faults
+from tests.adapters.sim.toy import REGISTER, Toy, run_with_faults
 from tests.hash_seeds import printed
 
 SEEDS = 3
@@ -138,13 +141,17 @@ def test_a_request_that_is_acted_on_twice_is_found() -> None:
 # Its faults
 
 
-def arrived(monkeypatch: pytest.MonkeyPatch, faults: tuple[str, ...]) -> list[tuple[bytes, bytes]]:
-    """Return what was written to each direction of each connection, and what was read there."""
-    written: dict[tuple[int, bool], bytearray] = {}
-    read: dict[tuple[int, bool], bytearray] = {}
+Octets: TypeAlias = "dict[tuple[int, bool], bytearray]"
+"""Those of a direction of a connection: its number, and whether they go to the server."""
+
+
+def noted(monkeypatch: pytest.MonkeyPatch) -> tuple[Octets, Octets]:
+    """Return what will be written, and what will be read."""
+    written: Octets = {}
+    read: Octets = {}
     links: list[object] = []
 
-    def note(table: dict[tuple[int, bool], bytearray], link: object, direction: bool, octets: bytes) -> None:
+    def note(table: Octets, link: object, direction: bool, octets: bytes) -> None:
         if link not in links:
             links.append(link)
         table.setdefault((links.index(link), direction), bytearray()).extend(octets)
@@ -162,12 +169,43 @@ def arrived(monkeypatch: pytest.MonkeyPatch, faults: tuple[str, ...]) -> list[tu
 
     monkeypatch.setattr(End, "_write", noting_write)
     monkeypatch.setattr(End, "_read", noting_read)
-    for seed in range(4):
-        run_with_faults(seed, faults=faults, wire="h2")
-    return [(bytes(octets), bytes(read.get(which, b""))) for which, octets in written.items()]
+    return written, read
 
 
 def test_of_a_connection_that_breaks_a_first_part_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = arrived(monkeypatch, ("slow", "breaks", "pause", "block"))
-    assert all(octets.startswith(read) for octets, read in found)
-    assert any(0 < len(read) < len(octets) for octets, read in found)
+    written, read = noted(monkeypatch)
+    for seed in range(4):
+        run_with_faults(seed, faults=("slow", "breaks", "pause", "block"), wire="h2")
+    found = [(octets, read.get(which, b"")) for which, octets in written.items()]
+    assert all(octets.startswith(first) for octets, first in found)
+    assert any(0 < len(first) < len(octets) for octets, first in found)
+
+
+def test_a_client_that_stands_still_misses_nothing_of_a_new_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written, read = noted(monkeypatch)
+    toy = Toy(wire="h2")
+    toy.world.run(until_us=10_020)
+    toy.client.process.pause()
+    toy.world.run(until_us=20_000)
+    assert written, "the server has seen the connection"
+    assert not read, "the client has not"
+    toy.client.process.proceed()
+    toy.world.run(until_us=30_000)
+    assert read[0, False]
+    assert written[0, False].startswith(read[0, False])
+
+
+def test_what_comes_as_a_connection_goes_on_comes_after_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    toy = Toy(wire="h2")
+    link = Link(toy.cluster.network.dial("client", "register"), Streams(Counter()))
+    http = ClientConnection(REGISTER, 0)
+    end = End(toy.client, link, http, print, Randomness(1), is_client=True, room_bytes=1)
+    read: list[bytes] = []
+    monkeypatch.setattr(end, "_read", read.append)
+    monkeypatch.setattr(toy.cluster.network, "stall_us", lambda: 10)
+    toy.world.at(10, end.arrive, b"2")
+    end.arrive(b"1")
+    toy.world.run(until_us=10)
+    assert read == [b"1", b"2"]
