@@ -102,5 +102,7 @@ class Backend:
         """Find and fetch blocks within `timeout_ms` in all; return how many leading ones have come."""
         until = time.monotonic() + self.timeout_ms / 1000
         prefix = self.client.lookup(keys)
-        left_ms = max(1, int((until - time.monotonic()) * 1000))
+        left_ms = int((until - time.monotonic()) * 1000)
+        if left_ms < 1:
+            return 0
         return self.client.fetch(prefix, sections, deadline_ms=left_ms).blocks

@@ -144,9 +144,10 @@ class Client:
 
     async def _look_up(self, wire: Wire, keys: PrefixKeys) -> Prefix:
         replicas: list[tuple[ReplicaRecord, ...]] = []
+        due_ms = wire.now_ms() + self.settings.call_timeout_ms  # for all of them, where they are several
         for request in keys.lookups():
             self._stats.lookups += 1
-            answers = await self._ask_parts(wire, request)
+            answers = await self._ask_parts(wire, request, max(1, due_ms - wire.now_ms()))
             try:
                 blocks = self._parts.joined(request, answers)
             except RemoteProtocolError as error:
@@ -158,13 +159,14 @@ class Client:
                 break
         return Prefix(keys=keys.part(0, len(replicas)), replicas=tuple(replicas))
 
-    async def _ask_parts(self, wire: Wire, request: LookupRequest) -> dict[str, LookupAnswer]:
+    async def _ask_parts(
+        self, wire: Wire, request: LookupRequest, timeout_ms: int
+    ) -> dict[str, LookupAnswer]:
         """Ask each part of the index for its share, all at once. Raises what the first that fails raises."""
         answers: dict[str, LookupAnswer] = {}
         refusals: list[ClientError] = []
 
         async def ask(part: str, share: LookupRequest) -> None:
-            timeout_ms = self.settings.call_timeout_ms
             try:
                 answers[part] = await wire.ask_for(LookupAnswer, part, Lookup(), share, timeout_ms=timeout_ms)
             except ClientError as error:

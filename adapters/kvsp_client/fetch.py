@@ -106,6 +106,7 @@ class Fetch:
         self._avoided = avoided
         self._begun_ms = now_ms = wire.now_ms()
         self._due_ms = _NEVER if deadline_ms is None else now_ms + deadline_ms
+        self._least_share_ms = self._share_ms(max(map(len, prefix.replicas), default=1))
         descriptor = prefix.keys.descriptor
         self.layers: Final = descriptor.layers
         avoid = avoided.at(now_ms)
@@ -213,7 +214,9 @@ class Fetch:
                     if now_ms >= self._stalled_at_ms(call):
                         call.fail()
                 due_ms = min(map(self._stalled_at_ms, self._calls.values()), default=_NEVER)
-                wait_ms = min(self._due_ms, due_ms, now_ms + self._settings.stall_ms) - now_ms
+                # A call that begins meanwhile may be given up sooner than any that there is now.
+                sooner_ms = now_ms + min(self._settings.stall_ms, self._least_share_ms)
+                wait_ms = min(self._due_ms, due_ms, sooner_ms) - now_ms
                 with anyio.move_on_after(max(1, wait_ms) / 1000):
                     await self._over.wait()
         except Exception as error:  # is this fetch's alone, not that of all of the client's tasks
@@ -225,10 +228,14 @@ class Fetch:
         """Return when a call began, or its holder last sent anything, for whichever block."""
         return max(call.heard_ms, self.heard_ms.get(call.fetch.holder, 0))
 
+    def _share_ms(self, replicas: int) -> int:
+        """Return how long each of so many replicas may keep silent before the deadline."""
+        return max(1, (self._due_ms - self._begun_ms) // max(1, replicas))
+
     def _stalled_at_ms(self, call: _BlockCall) -> int:
         """Return when a call is given up. Where its block has other replicas, that leaves time to ask each of
         them before the deadline."""
-        share_ms = max(1, (self._due_ms - self._begun_ms) // len(self._prefix.replicas[call.block]))
+        share_ms = self._share_ms(len(self._prefix.replicas[call.block]))
         return min(call.heard_ms + self._settings.stall_ms, self._heard_of_ms(call) + share_ms)
 
     def _avoid_silent(self, now_ms: int) -> None:

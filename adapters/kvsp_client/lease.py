@@ -65,6 +65,7 @@ class HolderLease:
         One that is granted after it was given up is given back.
         """
         if self._stopped.is_set():  # it was given up before it began
+            self._refusal = ClientClosed("the client was closed")
             self._decided.set()
             return
         try:

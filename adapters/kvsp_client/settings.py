@@ -25,7 +25,7 @@ class ClientSettings:
     """Blocks that are being stored at a time by one call; a holder takes in 64 of all its clients."""
 
     call_timeout_ms: int = attrs.field(default=CALL_TIMEOUT_MS, validator=_positive)
-    """Time for the answer to a lookup, a lease or a descriptor."""
+    """Time for the answer to a lookup of a prefix in one scope, to a lease or a descriptor."""
 
     stall_ms: int = attrs.field(default=5_000, validator=_positive)
     """Time without any octet of a block after which its holder is given up and the next one asked."""

@@ -175,7 +175,8 @@ class Wire:
                             progress(call.sent_bytes, size_bytes)
                 await exchange.over.wait()
         except TimeoutError:
-            silent = "sent nothing more for" if exchange.body else "did not answer within"
+            was_silent = while_it_moves and exchange.body
+            silent = "sent nothing more for" if was_silent else "did not answer within"
             raise Unavailable(f"{base_uri} {silent} {timeout_s:g} s") from None
         finally:
             call.cancel()

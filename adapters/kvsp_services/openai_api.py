@@ -51,7 +51,7 @@ _PLAIN: Final[Mapping[str, object]] = MappingProxyType(
         "n": 1,
         "best_of": 1,
         "echo": False,
-        "suffix": None,
+        "suffix": "",
         "logprobs": None,
         "logit_bias": {},
         "presence_penalty": 0,

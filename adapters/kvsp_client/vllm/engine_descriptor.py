@@ -44,6 +44,8 @@ _FROM_SAFETENSORS: Final = (
 """Load formats in which vLLM reads the weights that the descriptor has the digest of."""
 _ADAPTERS: Final = 1024
 """Adapters whose descriptors are kept; those of others are derived again."""
+_LOADED: Final = 1 << 16
+"""Adapters of which it is known what vLLM loaded: far more than it has in memory at a time."""
 _FULL_ATTENTION: Final = "FullAttentionSpec"
 _WITHOUT_WEIGHTS: Final = ("ngram", "ngram_gpu", "suffix")
 """Methods of speculation that have no layers of their own."""
@@ -277,7 +279,7 @@ class Sharing:
             raise LocalProtocolError(_difference(descriptor, self._expected[0]))
         self._adapted: dict[tuple[FileState, ...], CompatibilityDescriptor] = {}
         self._loaded: dict[int, str] = {}
-        """The compatibility ID of each of vLLM's adapters when it was first used."""
+        """The compatibility ID of each of vLLM's adapters when first used; that used last comes last."""
 
     def of(self, request: Any) -> tuple[Scope, CompatibilityDescriptor]:
         """Return the scope and descriptor of a request. Raises `NotShared`."""
@@ -314,7 +316,11 @@ class Sharing:
                     del self._adapted[next(iter(self._adapted))]
                 self._adapted[name] = self._derive(weights, files[-1])
             descriptor = self._adapted[name]
-            if self._loaded.setdefault(lora.lora_int_id, descriptor.compat_id) != descriptor.compat_id:
+            first = self._loaded.pop(lora.lora_int_id, descriptor.compat_id)
+            if len(self._loaded) >= _LOADED:
+                del self._loaded[next(iter(self._loaded))]
+            self._loaded[lora.lora_int_id] = first
+            if first != descriptor.compat_id:
                 raise LocalProtocolError("its files have changed since vLLM loaded it; load it anew")
             return descriptor
         except (KVSPError, OSError) as error:

@@ -140,7 +140,9 @@ class Schedule:
         self._say = say
         self._loads = loads
         self._stores = stores
-        self._tracked: dict[str, _Tracked | None] = {}
+        self._tracked: dict[str, _Tracked] = {}
+        self._not_shared: dict[str, Any] = {}
+        """The request of each name that is not shared."""
         self._said: set[str] = set()
 
     # Before a request is scheduled
@@ -173,19 +175,27 @@ class Schedule:
         """
         name = request.request_id
         known = self._tracked.get(name)
-        changed = known is not None and (known.request is not request or request.mm_features)
-        if name not in self._tracked or changed:
-            self._tracked[name] = None
-            try:
-                scope, descriptor = self._sharing.of(request)
-                chain = BlockKeyChain(scope, descriptor)
-                self._tracked[name] = _Tracked(request, descriptor, scope.scope_id, chain)
-            except NotShared as reason:
-                self._count[f"not_shared_{reason.label}"] += 1
-                if str(reason) not in self._said and len(self._said) < 64:
-                    self._said.add(str(reason))
-                    self._say(f"a request's blocks are not shared: {reason}")
-        return self._tracked[name]
+        if known is not None and known.request is request and not request.mm_features:
+            return known
+        if self._not_shared.get(name) is request:
+            return None
+        self._forget(name)
+        try:
+            scope, descriptor = self._sharing.of(request)
+        except NotShared as reason:
+            self._not_shared[name] = request
+            self._count[f"not_shared_{reason.label}"] += 1
+            if str(reason) not in self._said and len(self._said) < 64:
+                self._said.add(str(reason))
+                self._say(f"a request's blocks are not shared: {reason}")
+            return None
+        tracked = _Tracked(request, descriptor, scope.scope_id, BlockKeyChain(scope, descriptor))
+        self._tracked[name] = tracked
+        return tracked
+
+    def _forget(self, name: str) -> None:
+        self._tracked.pop(name, None)
+        self._not_shared.pop(name, None)
 
     def allocated(self, request: Any, external_tokens: int) -> None:
         """Take note that vLLM has blocks for a request, and how many tokens it wants loaded into them."""
@@ -225,7 +235,7 @@ class Schedule:
                 stores.append(store)
         begun = {new.req_id for new in output.scheduled_new_reqs}
         for name in output.finished_req_ids - begun:
-            self._tracked.pop(name, None)
+            self._forget(name)
         return Plan(tuple(loads), tuple(stores))
 
     def _table(self, name: str, blocks: Sequence[Sequence[int]] | None, *, replace: bool) -> None:

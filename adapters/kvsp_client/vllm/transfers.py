@@ -246,6 +246,10 @@ class Transfers:
             self._count["stores_left_out"] += count
             return
         memory, shape = self._memory.take(descriptor, count), (count, *self._shape)
+        if self._queued_bytes + memory.octets.nbytes > self._store_queue_bytes:  # used again, it is larger
+            self._memory.give_back(memory)
+            self._count["stores_left_out"] += count
+            return
         for layer in range(self._layers):
             keys, values = memory.layer(layer)
             self._cache.read(layer, store.blocks, keys.reshape(shape), values.reshape(shape))

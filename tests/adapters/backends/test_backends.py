@@ -70,8 +70,9 @@ def test_blocks_named_otherwise_are_never_taken_for_those_named_by_tokens(tmp_pa
         named_descriptor(small, "a hash")
 
 
+@pytest.mark.parametrize(("lookup_s", "left_ms"), [(4, [1000]), (5, []), (6, [])])
 def test_a_load_has_one_time_for_both_its_calls(
-    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, lookup_s: int, left_ms: list[int]
 ) -> None:
     from kvsp_client import backend_settings
     from kvsp_client.backend_settings import Backend, BackendSettings
@@ -81,7 +82,7 @@ def test_a_load_has_one_time_for_both_its_calls(
 
     class SlowClient:
         def lookup(self, keys: Any) -> None:
-            now[0] += 4
+            now[0] += lookup_s
 
         def fetch(self, prefix: None, sections: Any, *, deadline_ms: int) -> SimpleNamespace:
             deadlines.append(deadline_ms)
@@ -91,8 +92,8 @@ def test_a_load_has_one_time_for_both_its_calls(
     backend.client = client
     monkeypatch.setattr(backend_settings, "time", SimpleNamespace(monotonic=lambda: now[0]))
     nothing: Any = None
-    assert backend.load(nothing, nothing) == 1
-    assert deadlines == [1000]
+    assert backend.load(nothing, nothing) == len(left_ms)
+    assert deadlines == left_ms
 
 
 # SGLang

@@ -6,10 +6,10 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from kvsp_client import Client, Refused
+from kvsp_client import Client, ClientClosed, Refused
 from kvsp_client.testing import Served
 from tests.adapters.client.scripted import ScriptedHolder, content, keys_of, prefix_of
-from tests.adapters.client.worlds import found, play
+from tests.adapters.client.worlds import KINDS, found, play
 
 KEEP, RENEW, RELEASE = "POST leases", "PUT leases", "DELETE leases"
 
@@ -65,6 +65,31 @@ def test_a_lease_that_is_given_up_at_once_harms_nobody(kind: str, served: Served
         assert len(await client.lookup(keys)) == 0
 
     play(kind, served, scenario)
+
+
+def test_a_lease_that_was_not_asked_for_when_its_client_closes_is_not_granted(
+    kind: str, served: Served
+) -> None:
+    holder, keys = ScriptedHolder(served, 1), keys_of(served, f"closing {kind}", 1)
+    entered: list[bool] = []
+
+    async def main() -> None:
+        async with anyio.create_task_group() as tasks:
+            client = Client(served.credentials, index=served.index_uri)
+            await client.__aenter__()
+
+            async def hold() -> None:
+                with pytest.raises(ClientClosed):
+                    async with client.lease(holder.uri, keys):
+                        entered.append(True)
+
+            tasks.start_soon(hold)
+            await anyio.lowlevel.checkpoint()
+            await client.__aexit__(None, None, None)
+
+    backend, options = KINDS[kind]
+    anyio.run(main, backend=backend, backend_options=options)
+    assert not entered
 
 
 def test_a_lease_that_is_granted_too_late_is_given_back(kind: str, served: Served) -> None:

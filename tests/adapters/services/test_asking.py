@@ -126,3 +126,10 @@ def test_silence_has_an_end(sends: int, stops: int, took_s: float, why: str) -> 
     with pytest.raises(Unavailable, match=f"^{URI} {why}$"):
         asker.ask(URI, GetBlock(*OF))
     assert asker.took_s == pytest.approx(took_s, abs=0.2)
+
+
+def test_where_the_time_is_for_everything_nobody_was_silent() -> None:
+    asker = SlowAsker(answer=bytes(20))
+    with pytest.raises(Unavailable, match=f"^{URI} did not answer within 50 s$"):
+        asker._run(asker._wire.ask, URI, GetBlock(*OF), timeout_ms=50_000)
+    assert asker.took_s == pytest.approx(50)

@@ -206,11 +206,12 @@ def test_what_cannot_be_done_is_refused(members: dict[str, Any], says: str) -> N
     assert backend.asked == []
 
 
-def test_what_asks_for_nothing_is_taken() -> None:
+@pytest.mark.parametrize("suffix", [None, ""])
+def test_what_asks_for_nothing_is_taken(suffix: str | None) -> None:
     nothing: dict[str, Any] = {
         "n": 1,
         "echo": False,
-        "suffix": None,
+        "suffix": suffix,
         "logit_bias": {},
         "frequency_penalty": 0.0,
     }

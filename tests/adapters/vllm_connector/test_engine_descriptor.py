@@ -242,6 +242,22 @@ def test_an_adapter_whose_files_have_changed_is_not_shared(sharing: Sharing, tmp
     assert sharing.of(fakes.request(lora_request=lora))[1] != before
 
 
+def test_what_vllm_loaded_is_kept_of_so_many_adapters(
+    sharing: Sharing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those that were used last, so that one in use cannot change unseen."""
+    monkeypatch.setattr("kvsp_client.vllm.engine_descriptor._LOADED", 2)
+    one, *others = (adapter(tmp_path, weights) for weights in (b"one", b"two", b"three", b"four"))
+    for other in others:
+        for lora in (one, other):
+            sharing.of(fakes.request(lora_request=lora))
+    assert list(sharing._loaded) == [one.lora_int_id, others[-1].lora_int_id]
+    (Path(one.lora_path) / "adapter_model.safetensors").write_bytes(b"weights of later on")
+    for _ in range(2):
+        with pytest.raises(NotShared, match="changed"):
+            sharing.of(fakes.request(lora_request=one))
+
+
 def test_an_adapter_whose_files_say_nothing_is_not_shared(sharing: Sharing, tmp_path: Path) -> None:
     for lora in (
         adapter(tmp_path, load_inplace=True),

@@ -200,6 +200,28 @@ def test_a_request_that_is_not_shared_passes_by(world: World) -> None:
     assert len(world.said) == 1
 
 
+def test_a_name_of_a_request_that_was_not_shared_is_used_again(world: World) -> None:
+    world.known = 4
+    assert world.schedule.matched_tokens(fakes.request(mm_features=["an image"]), 0) == 0
+    request = fakes.request(tokens=18)
+    assert world.schedule.matched_tokens(request, 0) == 4 * B
+    world.schedule.allocated(request, 4 * B)
+    step = fakes.step(new={"r1": ([9, 7, 5, 3, 1], 16)}, scheduled={"r1": 2}, finished={"r1"})
+    assert world.schedule.plan(step).loads
+    world.schedule.plan(fakes.step(finished={"r1"}))
+    assert not world.schedule._tracked
+    assert not world.schedule._not_shared
+
+
+def test_a_request_that_is_not_shared_is_looked_at_once(world: World) -> None:
+    request = fakes.request(mm_features=["an image"])
+    for _ in range(3):
+        assert world.schedule.matched_tokens(request, 0) == 0
+    assert world.count["not_shared_multimodal"] == 1
+    world.schedule.plan(fakes.step(finished={"r1"}))
+    assert not world.schedule._not_shared
+
+
 def test_requests_with_a_salt_have_other_keys(world: World) -> None:
     plans = []
     for name, salt in (("r1", None), ("r2", "salt")):

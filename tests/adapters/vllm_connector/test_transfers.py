@@ -364,6 +364,20 @@ def test_copies_that_wait_are_limited(tmp_path: Path) -> None:
     assert world.count["stored_blocks"] == 2
 
 
+def test_copies_count_as_large_as_the_memory_that_they_keep(tmp_path: Path) -> None:
+    """Memory that is used again may be twice as large as what it is used for."""
+    block_bytes = 2 * LAYERS * TOKENS * HEADS * DIM * 2
+    world = World(fakes.model_directory(tmp_path / "m"), store_queue_bytes=3 * block_bytes)
+    world.run(Plan(stores=(Store(world.keys(2), (0, 1)),)))
+    world.run(Plan(loads=(world.load(5, 2),)))
+    world.run(Plan(stores=(Store(world.keys(1, 2), (2,)),)))
+    assert len(world.client.jobs) == 1
+    assert world.count["stores_left_out"] == 1
+    world.run(Plan(loads=(world.load(5, 2),)))
+    one, other = (fetch.sections.__self__ for fetch in world.client.fetches)  # type: ignore[attr-defined]
+    assert one.octets is other.octets, "it was given back"
+
+
 def test_what_is_stored_is_not_stored_again_until_a_load_of_it_fails(world: World) -> None:
     plan = Plan(stores=(Store(world.keys(3), (0, 1, 2)),))
     world.run(plan)
