@@ -258,7 +258,7 @@ class Copies:
             case _LeaseFor(run, keys):
                 self._leased(run, keys, item, now_ms)
             case _RenewFor(run, lease):
-                self._renewed(run, lease, status, now_ms)
+                self._renewed(run, lease, item, now_ms)
             case _:
                 pass
 
@@ -294,8 +294,7 @@ class Copies:
         if granted is not None:
             kept.leases[granted.lease] = keys
             kept.most, kept.gone = min(2 * kept.most, MAX_LEASE_KEYS), 0
-            held_ms = min(granted.ttl_ms, self._lease_ms)
-            heapq.heappush(self._due, (now_ms + max(1, held_ms // 3), run, granted.lease))
+            self._renew_later(run, granted.lease, granted, now_ms)
             self._lease(run, kept)
         elif not isinstance(item, AnswerReceived) or item.response.status != 404:
             kept.unleased = [*keys, *kept.unleased]
@@ -316,15 +315,19 @@ class Copies:
             kept.unleased, kept.most, kept.gone = [], MAX_LEASE_KEYS, 0
         self._work.observe("kvsp_instance_copies_lost", len(keys))
 
-    def _renewed(self, run: _Run, lease: str, status: int | None, now_ms: int) -> None:
+    def _renewed(self, run: _Run, lease: str, item: AnswerReceived | CallFailed, now_ms: int) -> None:
         kept = self._kept.get(run)
         if kept is None or lease not in kept.leases:
             return
-        if status == 404:
+        if isinstance(item, AnswerReceived) and item.response.status == 404:
             kept.unleased += kept.leases.pop(lease)
             self._lease(run, kept)
         else:
-            heapq.heappush(self._due, (now_ms + max(1, self._lease_ms // 3), run, lease))
+            self._renew_later(run, lease, _granted(item), now_ms)
+
+    def _renew_later(self, run: _Run, lease: str, granted: LeaseGranted | None, now_ms: int) -> None:
+        held_ms = self._lease_ms if granted is None else min(granted.ttl_ms, self._lease_ms)
+        heapq.heappush(self._due, (now_ms + max(1, held_ms // 3), run, lease))
 
     def _release(self, lease: str) -> None:
         assert self._holder is not None

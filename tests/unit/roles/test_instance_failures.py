@@ -11,6 +11,7 @@ from kvsp_core.limits import UNREACHABLE_MS
 from kvsp_core.machines.prefetch import PrefetchLimits
 from kvsp_core.messages import (
     FetchRange,
+    LeaseGranted,
     LeaseRequest,
     LookupAnswer,
     MatchedBlock,
@@ -301,6 +302,11 @@ def test_leases_are_renewed_as_long_as_the_session_lives() -> None:
         world.later(700)
         ((renewal, _),) = world.calls(RenewLease)
         world.answer(renewal)
+    world.later(700)
+    for _ in range(3):  # from now on the holder grants less than was asked for
+        ((renewal, _),) = world.calls(RenewLease)
+        world.answer(renewal, LeaseGranted(lease="L", ttl_ms=300))
+        world.later(150)
 
 
 @pytest.mark.requirement("CP-1")
