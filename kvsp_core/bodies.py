@@ -109,6 +109,7 @@ def _malformed(error: Exception) -> RemoteProtocolError:
 _PLACE: Final = re.compile(r"(?P<fault>.*?)(?: - at `(?P<key>key in )?\$(?P<path>.*)`)?", re.DOTALL)
 _MISSING: Final = re.compile(r"Object missing required field `(?P<name>.*?)_?`")
 _BOUND: Final = re.compile(r"Expected `int` (?P<sign>[<>]=) (?P<bound>-?[0-9]+)")
+_MOST_OF_A_PATH: Final = 200
 _UNDERSCORE: Final = re.compile(r"_(?=[.\[]|$)")
 _MISTYPED: Final = re.compile(r"Expected `(?P<expected>[^`]*)`(?P<more>[^`]*), got `?(?P<found>[^`]*)`?")
 
@@ -118,6 +119,8 @@ def _invalid(error: Exception) -> RemoteProtocolError:
     place = _PLACE.fullmatch(str(error))
     fault, path = (place["fault"], place["path"] or "") if place else (str(error), "")
     path = _UNDERSCORE.sub("", path.removeprefix("."))
+    if len(path) > _MOST_OF_A_PATH:  # a document of arrays in arrays, as nothing in KVSP is
+        path = path[:_MOST_OF_A_PATH] + "..."
     if isinstance(error.__cause__, InvalidValue):
         return RemoteProtocolError(error.__cause__.detail, member=_join(path, error.__cause__.member))
     if missing := _MISSING.fullmatch(fault):

@@ -163,7 +163,7 @@ class _Generation:
     began_ms: int
     since_ms: int
     """When it last got anywhere."""
-    unplaced_ms: int | None
+    unplaced_since_ms: int | None
     """Since when no instance has taken it; None while one has."""
     stage: _Stage = _Stage.PLACING
     call: int | None = None
@@ -339,7 +339,7 @@ class FrontEnd:
                 generation.cached_tokens = None
             if not generation.failures:  # streams that begin and bring no token lead nowhere
                 generation.since_ms = now_ms
-            generation.unplaced_ms = None
+            generation.unplaced_since_ms = None
             generation.prompt_wanted = generation.output.next_index == 0
 
     def _line(self, call_id: int, line: bytes, now_ms: int) -> None:
@@ -569,8 +569,8 @@ class FrontEnd:
         generation.session, generation.stage = "", _Stage.PLACING
         # The epochs of the next session begin anew.
         generation.output, generation.failed_at, generation.prompt_wanted = out.OutputAssembly(), None, True
-        if generation.unplaced_ms is None:
-            generation.unplaced_ms = now_ms
+        if generation.unplaced_since_ms is None:
+            generation.unplaced_since_ms = now_ms
         self._led_nowhere(number, generation, now_ms)
 
     def _call_failed(self, call_id: int, now_ms: int) -> None:
@@ -599,8 +599,8 @@ class FrontEnd:
                 self._forget(number)  # the session runs out by itself
                 return
         elif generation.stage is _Stage.PLACING:
-            assert generation.unplaced_ms is not None
-            unplaced_for_ms = now_ms - generation.unplaced_ms
+            assert generation.unplaced_since_ms is not None
+            unplaced_for_ms = now_ms - generation.unplaced_since_ms
             if unplaced_for_ms >= self._placement_ms or now_ms - generation.began_ms >= self._patience_ms:
                 self._fail(number, generation, 503, "no instance takes the request")
                 return

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import pytest
 
-from kvsp_core.bodies import decode, encode
+from kvsp_core.bodies import decode, encode, parse
 from kvsp_core.errors import LocalProtocolError, RemoteProtocolError
 from kvsp_core.limits import MAX_PARAMETERS_BYTES
 from kvsp_core.records import (
@@ -261,6 +261,12 @@ def test_of_a_repeated_name_the_last_value_counts() -> None:
 def test_what_is_not_a_document_is_refused_in_plain_words(body: bytes, message: str) -> None:
     with pytest.raises(RemoteProtocolError, match=message):
         decode(ReplicaRecord, body)
+
+
+def test_a_refusal_is_short_however_deep_the_document_is() -> None:
+    with pytest.raises(RemoteProtocolError, match="number out of range") as refused:
+        parse(b"[" * 600 + b"1e999" + b"]" * 600)
+    assert len(str(refused.value)) < 300
 
 
 @pytest.mark.requirement("RR-3")
