@@ -283,10 +283,16 @@ class ClientConnection(Connection):
     @property
     def can_request(self) -> bool:
         """Whether one more request may be sent now."""
-        if self._ended or self._peer_left or self._stopped:
+        if self.spent:
             return False
         allowed = self._h2.remote_settings.max_concurrent_streams if self._settled else _ASSUMED_STREAMS
-        return len(self._exchanges) < allowed and self._opened_here < HIGHEST_STREAM - 2
+        return len(self._exchanges) < allowed
+
+    @property
+    def spent(self) -> bool:
+        """Whether no further request can be sent, now or later; those under way may go on."""
+        out_of_streams = self._opened_here >= HIGHEST_STREAM - 2
+        return self._ended or self._peer_left or self._stopped or out_of_streams
 
     def request(
         self,

@@ -19,6 +19,7 @@ from kvsp_h2.events import (
     Established,
     Event,
     ExchangeEnded,
+    GoingAway,
     OutputReady,
     ResponseReceived,
 )
@@ -40,7 +41,7 @@ class PoolLimits:
 
     max_connections: int = 4
     """Connections at a time; one more is opened when those there are take no further requests. As many
-    again may be there whose peer does not show that it is."""
+    again may be there whose peer does not show that it is, or that only let end what is under way."""
 
     max_waiting: int = 1024
     """Calls that wait for a connection; one more fails at once."""
@@ -259,7 +260,7 @@ class Pool:
         follow."""
         if not self._waiting or self._dialing or len(self._links) >= 2 * self._limits.max_connections:
             return False
-        if self._trusted() >= self._limits.max_connections:
+        if self._useful() >= self._limits.max_connections:
             return False
         if self._dial_at_ms is not None and now_ms < self._dial_at_ms:
             return False
@@ -274,7 +275,7 @@ class Pool:
         """Say that no connection came to be. Calls that waited for it fail."""
         self._dialing -= 1
         self._back_off(now_ms)
-        if not self._trusted():
+        if not self._useful():
             self._fail_waiting(reason)
         self.wake()
 
@@ -287,7 +288,7 @@ class Pool:
                 self._unproven.add(link)
                 self._assign()
                 self.wake()
-            case DoubtChanged():
+            case DoubtChanged() | GoingAway():
                 self._assign()
                 self.wake()
             case ConnectionEnded():
@@ -339,9 +340,9 @@ class Pool:
         self._failures += 1
         self._dial_at_ms = now_ms + int(wait_ms * (0.5 + self._jitter()))
 
-    def _trusted(self) -> int:
-        """Return how many connections are not in doubt; what is sent on the others may wait long."""
-        return sum(not link.http.in_doubt for link in self._links)
+    def _useful(self) -> int:
+        """Return how many connections take requests, or will. What is sent on one in doubt may wait long."""
+        return sum(not (link.http.in_doubt or link.http.spent) for link in self._links)
 
     def _assign(self) -> None:
         """Send what waits on the connections that take it."""

@@ -71,7 +71,8 @@ class DurableStore:
         self._lengths: dict[bytes, int] = {}
         """Of the values and logs there are; of most others nothing is remembered."""
         _make(path)
-        self._lock = _lock(path)
+        with _storage_errors(path):
+            self._lock = _lock(path, f"{path} is in use by another process; stop that first")
         try:
             _check_logs(path)
             self._database = _connect(path)
@@ -361,38 +362,63 @@ def _has_log(path: Path) -> bool:
 
 
 def _copy(path: Path, target: Path) -> None:
-    """Copy a store to a new file, which has its name once it is whole; nothing stays where that fails."""
-    if target.exists():
-        raise StorageError(f"{target} exists; name a new file, or move that away")
+    """Copy a store to a new file, which has its name once it is whole; nothing stays where that fails.
+
+    What is locked meanwhile is a file of its own: where a network drive is copied to, SQLite's locks and
+    this one are of a kind, and would keep each other out.
+    """
     partial = _beside(target, ".partial")
-    partial.unlink(missing_ok=True)
-    os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-    with _storage_errors(path):
-        try:
-            with (
-                closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as source,
-                closing(sqlite3.connect(partial)) as copy,
-            ):
-                copy.execute(_WITHOUT_LOG)
-                source.backup(copy)
-                copy.execute(_WITHOUT_LOG)
-            partial.rename(target)
-        except BaseException:
-            partial.unlink()
-            raise
-
-
-def _lock(path: Path) -> int:
     try:
-        descriptor = os.open(_beside(path, ".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+        lock = _lock(partial, f"{target} is being made by another process; wait, or name another file")
     except OSError as error:
-        raise StorageError(f"{path}: {error.strerror}") from error
+        raise OSError(error.errno, error.strerror, target) from None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise StorageError(f"{path} is in use by another process; stop that first") from None
-    return descriptor
+        if target.exists():
+            raise _there_already(target)
+        partial.unlink(missing_ok=True)  # of a backup that was killed
+        os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        try:
+            with _storage_errors(path):
+                _copy_rows(path, partial)
+                try:
+                    os.link(partial, target)
+                except FileExistsError:
+                    raise _there_already(target) from None
+        finally:
+            partial.unlink(missing_ok=True)
+    finally:
+        _beside(partial, ".lock").unlink(missing_ok=True)
+        os.close(lock)
+
+
+def _there_already(target: Path) -> StorageError:
+    return StorageError(f"{target} exists; name a new file, or move that away")
+
+
+def _copy_rows(path: Path, partial: Path) -> None:
+    with (
+        closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as source,
+        closing(sqlite3.connect(partial)) as copy,
+    ):
+        copy.execute(_WITHOUT_LOG)
+        source.backup(copy)
+        copy.execute(_WITHOUT_LOG)
+
+
+def _lock(path: Path, busy: str) -> int:
+    """Lock the `.lock` beside a file, made where it is missing. Raises `StorageError` where it is `busy`."""
+    lock = _beside(path, ".lock")
+    while True:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise StorageError(busy) from None
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), lock.stat()):
+                return descriptor
+        os.close(descriptor)  # its owner removed it meanwhile: others would lock another one
 
 
 def _connect(path: Path) -> sqlite3.Connection:

@@ -293,10 +293,12 @@ def test_lmcache_is_told_of_what_cannot_be_done_at_all(adapter: Callable[..., An
 def test_lmcache_lookups_do_not_wait_for_stores(adapter: Callable[..., Any]) -> None:
     made, go_on = adapter(), threading.Event()
     made._store = lambda keys, objects: go_on.wait(60)
-    for _ in range(8):
-        made.submit_store_task([key(9)], [])
-    assert looked_up(made, [key(9)]) == [False]
-    go_on.set()
+    try:
+        for _ in range(8):
+            made.submit_store_task([key(9)], [])
+        assert looked_up(made, [key(9)]) == [False]
+    finally:
+        go_on.set()
 
 
 def test_lmcache_settings_are_checked(adapter: Callable[..., Any]) -> None:

@@ -281,6 +281,55 @@ def test_what_waits_for_room_is_no_longer_waiting_for_a_peer_in_doubt() -> None:
     assert woken == [True]
 
 
+@pytest.mark.parametrize("who", ["server", "client"])
+def test_connections_that_drain_do_not_keep_others_from_being_opened(who: str) -> None:
+    caller = Caller()
+    pair = caller.connect_and_use()
+    pair.server.events.clear()
+    for _ in range(1_000):
+        caller.get()
+    for _ in range(3):
+        caller.connect()
+    for pair in caller.pairs:
+        caller.carry(pair)
+    assert not caller.pool.wants_dial(0), "there are as many as may be"
+    woken: list[bool] = []
+    caller.pool.wake = lambda: woken.append(caller.pool.wants_dial(0))
+    for pair in caller.pairs:
+        end = pair.serving if who == "server" else pair.calling
+        end.shutdown(0)
+        caller.carry(pair)
+    if who == "client":
+        caller.get()
+    assert True in woken
+    new = caller.connected()
+    caller.carry(new)
+    assert new.server.of(RequestReceived), "what waited is sent at once"
+    assert not caller.ends, "and what is under way goes on"
+
+
+def test_connections_that_drain_are_not_followed_by_others_without_end() -> None:
+    caller = Caller()
+    while True:
+        caller.get()
+        if not caller.pool.wants_dial(0):
+            break
+        pair = caller.connected()
+        pair.calling.shutdown(0)
+    assert len(caller.pairs) == 2 * PoolLimits().max_connections
+
+
+def test_calls_fail_where_none_but_connections_that_drain_are_left() -> None:
+    caller = Caller()
+    pair = caller.connect_and_use()
+    caller.get()
+    pair.calling.shutdown(0)
+    caller.get()
+    assert caller.pool.wants_dial(0)
+    caller.pool.dial_failed("the service cannot be reached", 0)
+    assert [end.reason for end in caller.ends] == ["the service cannot be reached"]
+
+
 def test_silent_peers_do_not_make_connections_without_end() -> None:
     caller = Caller()
     now_ms = 0

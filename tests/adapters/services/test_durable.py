@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import shutil
@@ -12,9 +13,10 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -394,13 +396,85 @@ def test_a_backup_has_its_name_once_it_is_whole(
 
     pid = os.fork()
     if not pid:
-        monkeypatch.setattr(durable.Path, "rename", killed)
-        back_up(path, target)
+        try:
+            monkeypatch.setattr(durable.os, "link", killed)
+            back_up(path, target)
+        finally:
+            os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
     assert not target.exists()
     back_up(path, target)
+    assert [file.name for file in tmp_path.glob("copy.sqlite*")] == ["copy.sqlite"]
     assert reopened(target) == {}
-    assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.fixture
+def during_a_backup(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], None]:
+    """Have something happen, once, when the next backup is about to write its copy."""
+
+    def have(happen: Callable[[], None]) -> None:
+        connect = sqlite3.connect
+
+        def connected(name: str | Path, **options: Any) -> sqlite3.Connection:
+            if str(name).endswith(".partial"):
+                monkeypatch.undo()
+                happen()
+            return connect(name, **options)
+
+        monkeypatch.setattr(durable.sqlite3, "connect", connected)
+
+    return have
+
+
+def test_two_backups_to_one_name_do_not_spoil_each_other(
+    path: Path, during_a_backup: Callable[[Callable[[], None]], None]
+) -> None:
+    with closing(open_store(path)) as store:
+        store.commit([[Put("map", "a", b"1")]])
+    target, refused = path.with_name("copy.sqlite"), []
+
+    def second() -> None:
+        with pytest.raises(StorageError, match=r"copy\.sqlite is being made by another process"):
+            back_up(path, target)
+        refused.append(True)
+
+    during_a_backup(second)
+    back_up(path, target)
+    assert refused
+    assert [file.name for file in path.parent.glob("copy.sqlite*")] == ["copy.sqlite"]
+    assert reopened(target) == {"map": {"a": b"1"}}
+
+
+def test_a_backup_does_not_take_the_name_of_a_file_that_came_meanwhile(
+    path: Path, during_a_backup: Callable[[Callable[[], None]], None]
+) -> None:
+    open_store(path).close()
+    target = path.with_name("copy.sqlite")
+
+    def another() -> None:
+        target.write_bytes(b"another")
+
+    during_a_backup(another)
+    with pytest.raises(StorageError, match=r"copy\.sqlite exists; name a new file"):
+        back_up(path, target)
+    assert target.read_bytes() == b"another"
+    assert [file.name for file in path.parent.glob("copy.sqlite*")] == ["copy.sqlite"]
+
+
+def test_a_lock_that_its_owner_removed_counts_for_nothing(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One backup opened it while another one still had it, and locks it once that is over."""
+    lock, flock = path.with_name("state.sqlite.lock"), fcntl.flock
+
+    def late(descriptor: int, operation: int) -> None:
+        monkeypatch.undo()
+        lock.unlink()
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(durable.fcntl, "flock", late)
+    with closing(open_store(path)), pytest.raises(StorageError, match="in use by another process"):
+        open_store(path)
 
 
 def test_a_backup_that_cannot_be_opened_leaves_no_file(path: Path, tmp_path: Path) -> None:
@@ -461,6 +535,7 @@ def test_what_was_submitted_before_closing_is_stored(path: Path) -> None:
 WRITER = """
 import sys
 from pathlib import Path
+from typing import Any
 from kvsp_core.roles.role import Append, Put
 from kvsp_services.stores.durable import DurableStore, GroupCommitter
 
