@@ -281,6 +281,7 @@ def test_what_waits_for_room_is_no_longer_waiting_for_a_peer_in_doubt() -> None:
     assert woken == [True]
 
 
+@pytest.mark.requirement("HT-3")
 @pytest.mark.parametrize("who", ["server", "client"])
 def test_connections_that_drain_do_not_keep_others_from_being_opened(who: str) -> None:
     caller = Caller()

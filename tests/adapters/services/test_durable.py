@@ -426,6 +426,7 @@ def during_a_backup(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], N
     return have
 
 
+@pytest.mark.requirement("CP-2")
 def test_two_backups_to_one_name_do_not_spoil_each_other(
     path: Path, during_a_backup: Callable[[Callable[[], None]], None]
 ) -> None:
