@@ -257,7 +257,8 @@ def test_the_deadline_returns_what_is_finished(kind: str, served: Served) -> Non
 
     async def scenario(client: Client) -> None:
         memory = PrefixMemory(MODEL, 4)
-        result = await client.fetch(prefix_of(keys, (holder.uri, stored)), memory.sections, deadline_ms=BRIEFLY_MS)
+        prefix = prefix_of(keys, (holder.uri, stored))
+        result = await client.fetch(prefix, memory.sections, deadline_ms=BRIEFLY_MS)
         assert result.blocks == 2
         assert [miss.reason for miss in result.misses] == [MissReason.DEADLINE, MissReason.AFTER_GAP]
         before = memory._octets.copy()

@@ -397,7 +397,7 @@ def test_a_backup_has_its_name_once_it_is_whole(
     pid = os.fork()
     if not pid:
         try:
-            monkeypatch.setattr(durable.os, "link", killed)
+            monkeypatch.setattr(os, "link", killed)
             back_up(path, target)
         finally:
             os._exit(1)
@@ -421,7 +421,7 @@ def during_a_backup(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], N
                 happen()
             return connect(name, **options)
 
-        monkeypatch.setattr(durable.sqlite3, "connect", connected)
+        monkeypatch.setattr(sqlite3, "connect", connected)
 
     return have
 
@@ -473,7 +473,7 @@ def test_a_lock_that_its_owner_removed_counts_for_nothing(
         lock.unlink()
         flock(descriptor, operation)
 
-    monkeypatch.setattr(durable.fcntl, "flock", late)
+    monkeypatch.setattr(fcntl, "flock", late)
     with closing(open_store(path)), pytest.raises(StorageError, match="in use by another process"):
         open_store(path)
 
