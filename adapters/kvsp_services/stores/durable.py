@@ -15,6 +15,7 @@ a rollback journal beside any file: none is ever written here.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import sqlite3
@@ -380,15 +381,24 @@ def _copy(path: Path, target: Path) -> None:
         try:
             with _storage_errors(path):
                 _copy_rows(path, partial)
-                try:
-                    os.link(partial, target)
-                except FileExistsError:
-                    raise _there_already(target) from None
+                _publish(partial, target)
         finally:
             partial.unlink(missing_ok=True)
     finally:
         _beside(partial, ".lock").unlink(missing_ok=True)
         os.close(lock)
+
+
+def _publish(partial: Path, target: Path) -> None:
+    """Give a whole file its name. One that came meanwhile stays, but where files have one name only."""
+    try:
+        os.link(partial, target)
+    except FileExistsError:
+        raise _there_already(target) from None
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        partial.rename(target)
 
 
 def _there_already(target: Path) -> StorageError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import random
@@ -460,6 +461,22 @@ def test_a_backup_does_not_take_the_name_of_a_file_that_came_meanwhile(
         back_up(path, target)
     assert target.read_bytes() == b"another"
     assert [file.name for file in path.parent.glob("copy.sqlite*")] == ["copy.sqlite"]
+
+
+def test_a_backup_gets_its_name_where_a_file_can_have_but_one(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on FAT, and on some network drives."""
+    open_store(path).close()
+    target = path.with_name("copy.sqlite")
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    back_up(path, target)
+    open_store(target).close()
+    assert not list(path.parent.glob("copy.sqlite.partial*"))
 
 
 def test_a_lock_that_its_owner_removed_counts_for_nothing(
