@@ -51,6 +51,14 @@ def read(world: World, job: ReadBlock) -> None:
     world.do(JobDone(job.job_id, header=HEADER, layer_digests=digests_of(job.name.block_key)))
 
 
+def loaded_owner(world: World) -> None:
+    """Make the instance own the whole context, with its blocks in the engine."""
+    owner(world, KEYS)
+    for job in world.of(ReadBlock):
+        read(world, job)
+        world.do(JobDone(world.of(engine.LoadShard)[-1].job_id))
+
+
 # What is remembered
 
 
@@ -193,10 +201,7 @@ def test_a_plan_for_another_context_than_that_of_the_ranges_held_is_refused(
     other: dict[str, object], again: bool
 ) -> None:
     world = World()
-    owner(world, KEYS)
-    for job in world.of(ReadBlock):
-        read(world, job)
-        world.do(JobDone(world.of(engine.LoadShard)[-1].job_id))
+    loaded_owner(world)
     whole = ((0, 2 * B),)
     if again:
         world.ask(PC, ReshardGroup(), plan(1, 2, retain=whole))
@@ -241,10 +246,7 @@ def test_a_question_that_does_not_fit_the_model_never_reaches_the_engine(
     layer: int, octets: int, member: str
 ) -> None:
     world = World()
-    owner(world, KEYS)
-    for job in world.of(ReadBlock):
-        read(world, job)
-        world.do(JobDone(world.of(engine.LoadShard)[-1].job_id))
+    loaded_owner(world)
     body = AttendRequest(version=1, layer=layer, queries=b"\0" * octets)
     asked, _ = world.ask(ME, Attend("m"), body)
     assert world.status_of(asked) == 400
