@@ -1,55 +1,65 @@
-"""When many things are next due: one deadline each, the earliest at hand, a change in O(log n)."""
+"""When many things are next due: one deadline each, the earliest at hand, every change in O(log n)."""
 
 from __future__ import annotations
 
 from heapq import heapify, heappop, heappush
+from typing import Generic, TypeVar
 
 __all__ = ["Alarms"]
 
+Key = TypeVar("Key", str, int, tuple[str, int])
 
-class Alarms:
+
+class Alarms(Generic[Key]):
     """One deadline for each key.
 
-    A deadline that moves later costs nothing: its entry is moved when it comes up. So what is set may ring
-    early, and who hears it has to look whether it is due.
+    Keys are drawn from one ordered type; of those that are due at the same time the least comes first.
     """
 
     def __init__(self) -> None:
-        self._deadlines: dict[str, int] = {}
-        self._heap: list[tuple[int, str]] = []
+        self._deadlines: dict[Key, int] = {}
+        # An entry for each deadline, at it or before it: one that moves later is put right when it comes up.
+        # Entries of deadlines that moved earlier or are gone are thrown away then.
+        self._heap: list[tuple[int, Key]] = []
 
-    def set(self, key: str, deadline_ms: int | None) -> None:
+    def set(self, key: Key, deadline_ms: int | None) -> None:
         """Set, move or (None) remove the deadline of a key."""
+        known_ms = self._deadlines.get(key)
         if deadline_ms is None:
             self._deadlines.pop(key, None)
-            return
-        known = self._deadlines.get(key)
-        self._deadlines[key] = deadline_ms
-        if known is None or deadline_ms < known:
-            heappush(self._heap, (deadline_ms, key))
-            if len(self._heap) > 2 * len(self._deadlines) + 64:
-                self._heap = [(at_ms, name) for name, at_ms in self._deadlines.items()]
-                heapify(self._heap)
+        else:
+            self._deadlines[key] = deadline_ms
+            if known_ms is None or deadline_ms < known_ms:
+                heappush(self._heap, (deadline_ms, key))
+        if len(self._heap) > 2 * len(self._deadlines) + 64:
+            self._heap = [(at_ms, each) for each, at_ms in self._deadlines.items()]
+            heapify(self._heap)
+
+    def of(self, key: Key) -> int | None:
+        """Return the deadline of a key, or None."""
+        return self._deadlines.get(key)
 
     def next_ms(self) -> int | None:
-        """Return the earliest deadline, or an earlier time, or None."""
-        return self._heap[0][0] if self._heap else None
-
-    def take_due(self, now_ms: int) -> tuple[str, ...]:
-        """Return the keys whose deadlines have come, and remove those."""
-        due: list[str] = []
-        while self._heap and self._heap[0][0] <= now_ms:
-            _, key = heappop(self._heap)
+        """Return the earliest deadline, or None."""
+        while self._heap:
+            at_ms, key = self._heap[0]
             deadline_ms = self._deadlines.get(key)
-            if deadline_ms is None:
-                continue
-            if deadline_ms <= now_ms:
-                del self._deadlines[key]
-                due.append(key)
-            else:
+            if deadline_ms == at_ms:
+                return at_ms
+            heappop(self._heap)
+            if deadline_ms is not None and deadline_ms > at_ms:
                 heappush(self._heap, (deadline_ms, key))
+        return None
+
+    def take_due(self, now_ms: int) -> tuple[Key, ...]:
+        """Return the keys whose deadlines have come, the earliest first, and remove those deadlines."""
+        due: list[Key] = []
+        while (next_ms := self.next_ms()) is not None and next_ms <= now_ms:
+            _, key = heappop(self._heap)
+            del self._deadlines[key]
+            due.append(key)
         return tuple(due)
 
-    def freeze(self, now_ms: int) -> tuple[tuple[str, int], ...]:
+    def freeze(self, now_ms: int) -> tuple[tuple[Key, int], ...]:
         """Return the deadlines as the time that remains, as a hashable value."""
         return tuple(sorted((key, at_ms - now_ms) for key, at_ms in self._deadlines.items()))

@@ -1,12 +1,16 @@
 """Leases: what a holder has promised to keep, for whom, and until when.
 
 A lease is a holder's promise not to evict the blocks it names until it expires or is released (protocol
-section "Leases", requirements LE-1 to LE-4, PB-4). `LeaseTable` guards all blocks of one holder: who may
+section "Leases"; LE-1 to LE-4, PB-4, decision W16). `LeaseTable` guards all blocks of one holder: who may
 lease them, when they may be evicted, and when their memory may be used again.
 
 Two kinds of thing have a state here, each with its table. A **lease**, as its client sees it: another
 client's lease is as unknown as one that never was. A **block**: free, protected by a lease or by the grace
 time after a restart, being withdrawn because of a fault, or leaving because someone still reads it.
+
+A promise holds through its last millisecond, and one more is added to what was granted, since client and
+holder both leave out fractions. So every ``until_ms`` here is the last millisecond of something, and what it
+ends is over one millisecond later.
 
 Blocks, clients and reads are named by opaque strings of the role's choosing. Names of blocks and leases are
 confidential and appear in no repr and no error.
@@ -14,10 +18,9 @@ confidential and appear in no repr and no error.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from enum import Enum
-from heapq import heapify, heappop, heappush
-from itertools import islice, takewhile
 from typing import Final, TypeAlias, assert_never
 
 import attrs
@@ -29,8 +32,8 @@ from kvsp_core.limits import (
     MAX_LEASE_TTL_MS,
     MAX_LEASES_PER_CLIENT,
 )
-from kvsp_core.machines.lease_accounts import LeaseAccounts
-from kvsp_core.machines.table import Cell, Table, refuse, to
+from kvsp_core.machines.granted_leases import GrantedLeases, Lease
+from kvsp_core.machines.table import Table, refuse, to
 from kvsp_core.problems import LEASE_QUOTA, NOT_FOUND, Problem
 
 __all__ = [
@@ -81,7 +84,7 @@ class BlockKind(Enum):
     PROTECTED = "protected"
     """Under a lease, or restored within the grace time after a restart."""
     WITHDRAWING = "withdrawing"
-    """Lost to a fault while protected: its record is being withdrawn before the leases on it break."""
+    """Lost to a fault while protected, which breaks its leases. It goes once its record is withdrawn."""
     LEAVING = "leaving"
     """Evicted, but its memory may not be used again before the last reader is gone."""
 
@@ -214,7 +217,10 @@ class Unprotected:
 
 @attrs.frozen(kw_only=True)
 class WithdrawBlock:
-    """Withdraw the record of this block from the index; `EndWithdrawal` says that it is done."""
+    """Withdraw the record of this block from the index.
+
+    Where a fault took it while it was protected, `EndWithdrawal` says that this is done.
+    """
 
     block: str = attrs.field(repr=False)
 
@@ -240,15 +246,6 @@ Effect: TypeAlias = LeaseGranted | Refused | LeaseBroken | Unprotected | Withdra
 
 _L, _B = LeaseKind, BlockKind
 
-
-def _stays(kind: LeaseKind | BlockKind, *events: type) -> dict[type, Cell]:
-    return {event: to(kind) for event in events}
-
-
-def _not_found(*events: type) -> dict[type, Cell]:
-    return {event: refuse(NOT_FOUND) for event in events}
-
-
 LEASES: Final = Table(
     "lease",
     states=tuple(LeaseKind),
@@ -256,20 +253,27 @@ LEASES: Final = Table(
     cells={
         _L.UNKNOWN: {
             CreateLease: to(_L.UNKNOWN, _L.VALID),
-            **_not_found(RenewLease, ReleaseLease),
-            **_stays(_L.UNKNOWN, FailBlock, EndWithdrawal, TimerFired),
+            RenewLease: refuse(NOT_FOUND),
+            ReleaseLease: refuse(NOT_FOUND),
+            FailBlock: to(_L.UNKNOWN),
+            EndWithdrawal: to(_L.UNKNOWN),
+            TimerFired: to(_L.UNKNOWN),
         },
         _L.VALID: {
+            CreateLease: to(_L.VALID),
+            RenewLease: to(_L.VALID),
             ReleaseLease: to(_L.UNKNOWN),
             FailBlock: to(_L.VALID, _L.BROKEN),
+            EndWithdrawal: to(_L.VALID),
             TimerFired: to(_L.VALID, _L.UNKNOWN),
-            **_stays(_L.VALID, CreateLease, RenewLease, EndWithdrawal),
         },
         _L.BROKEN: {
-            **_not_found(RenewLease, ReleaseLease),
+            CreateLease: to(_L.BROKEN),
+            RenewLease: refuse(NOT_FOUND),
+            ReleaseLease: refuse(NOT_FOUND),
+            FailBlock: to(_L.BROKEN),
             EndWithdrawal: to(_L.BROKEN, _L.UNKNOWN),
             TimerFired: to(_L.BROKEN, _L.UNKNOWN),
-            **_stays(_L.BROKEN, CreateLease, FailBlock),
         },
     },
 )
@@ -278,37 +282,62 @@ BLOCKS: Final = Table(
     "block of a holder",
     states=tuple(BlockKind),
     events=(
-        *(AddBlock, CreateLease, ReleaseLease, StartRead, EndRead),
-        *(EvictBlock, FailBlock, EndWithdrawal, TimerFired),
+        AddBlock,
+        CreateLease,
+        ReleaseLease,
+        StartRead,
+        EndRead,
+        EvictBlock,
+        FailBlock,
+        EndWithdrawal,
+        TimerFired,
     ),
     cells={
         _B.ABSENT: {
             AddBlock: to(_B.FREE, _B.PROTECTED),
-            **_not_found(CreateLease, StartRead),
-            **_stays(_B.ABSENT, ReleaseLease, FailBlock, EndWithdrawal, TimerFired),
+            CreateLease: refuse(NOT_FOUND),
+            ReleaseLease: to(_B.ABSENT),
+            StartRead: refuse(NOT_FOUND),
+            FailBlock: to(_B.ABSENT),
+            EndWithdrawal: to(_B.ABSENT),
+            TimerFired: to(_B.ABSENT),
         },
         _B.FREE: {
             CreateLease: to(_B.PROTECTED, _B.FREE),
+            ReleaseLease: to(_B.FREE),
+            StartRead: to(_B.FREE),
+            EndRead: to(_B.FREE),
             EvictBlock: to(_B.ABSENT, _B.LEAVING),
             FailBlock: to(_B.ABSENT, _B.LEAVING),
-            **_stays(_B.FREE, ReleaseLease, StartRead, EndRead, EndWithdrawal, TimerFired),
+            EndWithdrawal: to(_B.FREE),
+            TimerFired: to(_B.FREE),
         },
         _B.PROTECTED: {
+            CreateLease: to(_B.PROTECTED),
             ReleaseLease: to(_B.PROTECTED, _B.FREE),
+            StartRead: to(_B.PROTECTED),
+            EndRead: to(_B.PROTECTED),
             FailBlock: to(_B.WITHDRAWING),
+            EndWithdrawal: to(_B.PROTECTED),
             TimerFired: to(_B.PROTECTED, _B.FREE),
-            **_stays(_B.PROTECTED, CreateLease, StartRead, EndRead, EndWithdrawal),
         },
         _B.WITHDRAWING: {
-            **_not_found(CreateLease, StartRead),
+            CreateLease: refuse(NOT_FOUND),
+            ReleaseLease: to(_B.WITHDRAWING),
+            StartRead: refuse(NOT_FOUND),
+            EndRead: to(_B.WITHDRAWING),
+            FailBlock: to(_B.WITHDRAWING),
             EndWithdrawal: to(_B.ABSENT, _B.LEAVING),
             TimerFired: to(_B.WITHDRAWING, _B.ABSENT, _B.LEAVING),
-            **_stays(_B.WITHDRAWING, ReleaseLease, EndRead, FailBlock),
         },
         _B.LEAVING: {
-            **_not_found(CreateLease, StartRead),
+            CreateLease: refuse(NOT_FOUND),
+            ReleaseLease: to(_B.LEAVING),
+            StartRead: refuse(NOT_FOUND),
             EndRead: to(_B.LEAVING, _B.ABSENT),
-            **_stays(_B.LEAVING, ReleaseLease, FailBlock, EndWithdrawal, TimerFired),
+            FailBlock: to(_B.LEAVING),
+            EndWithdrawal: to(_B.LEAVING),
+            TimerFired: to(_B.LEAVING),
         },
     },
 )
@@ -327,22 +356,14 @@ class FrozenLeases:
     """All that a `LeaseTable` holds, as a hashable value; times are what remains."""
 
     blocks: tuple[tuple[str, int, bool], ...] = attrs.field(repr=False)
+    """Name, octets, and whether it is in its grace after a restart."""
     leases: tuple[tuple[str, str, tuple[str, ...], int, bool], ...] = attrs.field(repr=False)
+    """Name, client, blocks, time, and whether it is broken."""
     reads: tuple[tuple[str, str], ...] = attrs.field(repr=False)
+    """Read and block."""
     withdrawing: tuple[tuple[str, int], ...] = attrs.field(repr=False)
     leaving: tuple[str, ...] = attrs.field(repr=False)
     grace_ms: int
-
-
-class _Lease:
-    __slots__ = ("blocks", "broken", "client", "expires_ms", "lease")
-
-    def __init__(self, lease: str, client: str, blocks: Iterable[str], expires_ms: int) -> None:
-        self.lease = lease
-        self.client = client
-        self.blocks = dict.fromkeys(blocks)  # a set that keeps its order
-        self.expires_ms = expires_ms
-        self.broken = False
 
 
 class LeaseTable:
@@ -350,10 +371,10 @@ class LeaseTable:
 
     `random_bytes` gives unguessable octets; a lease's identifier is 128 bits of it, so none is used twice,
     across restarts too. `now_ms` is the time of the start, from which restored blocks have a grace of
-    `max_ttl_ms`. `quota_bytes` and `max_leases` hold for each client.
+    `max_ttl_ms`. `quota_bytes` and `max_leases` hold for each client; `withdrawal_ms` is how long the record
+    of a block that a fault took may take to be withdrawn.
 
-    A lease is valid while ``now_ms <= expiry``, one millisecond being added to what was granted, since both
-    sides truncate. All costs are O(log n), or proportional to the blocks an event names.
+    All costs are O(log n), or proportional to the blocks an event names.
     """
 
     def __init__(
@@ -369,27 +390,22 @@ class LeaseTable:
         self._random_bytes = random_bytes
         self._max_ttl_ms = max_ttl_ms
         self._withdrawal_ms = withdrawal_ms
-        self._grace_until_ms = now_ms + max_ttl_ms + 1
-        # Millions of blocks: strings and numbers only, which the garbage collector does not visit.
+        # Blocks may be millions: strings and numbers only, which the garbage collector does not visit.
         self._sizes: dict[str, int] = {}
         self._restored: set[str] = set()
-        # What is out of the ordinary about a few of them.
-        self._leases_on: dict[str, dict[str, None]] = {}
+        self._grace_until_ms = _last_ms(now_ms, max_ttl_ms)
+        # What is out of the ordinary about a few of them. A dict of None is a set that keeps its order.
+        self._leases = GrantedLeases(self._size_of, quota_bytes=quota_bytes, max_leases=max_leases)
+        self._reads: dict[str, str] = {}
         self._readers_of: dict[str, dict[str, None]] = {}
         self._withdrawing: dict[str, int] = {}  # until when, earliest first, since each has the same time
         self._leaving: set[str] = set()
-        self._reads: dict[str, str] = {}
-        self._leases: dict[str, _Lease] = {}
-        self._accounts = LeaseAccounts(self._size_of, quota_bytes=quota_bytes, max_leases=max_leases)
-        # One entry for each lease, or an old one: a renewal moves the lease, and its entry when it comes up.
-        self._expiries: list[tuple[int, str]] = []
-        # What has become free and has not been said yet.
-        self._unprotected: dict[str, None] = {}
+        self._unprotected: dict[str, None] = {}  # what has become free and has not been said yet
 
     def limit(self, *, max_ttl_ms: int, quota_bytes: int) -> None:
         """Grant leases within these limits from now on; those there are run on."""
         self._max_ttl_ms = max_ttl_ms
-        self._accounts.quota_bytes = quota_bytes
+        self._leases.quota_bytes = quota_bytes
 
     # Questions
 
@@ -403,15 +419,14 @@ class LeaseTable:
             return BlockKind.WITHDRAWING
         if now_ms <= self._grace_until_ms and block in self._restored:
             return BlockKind.PROTECTED
-        leases = self._leases_on.get(block, ())
-        if any(now_ms <= self._leases[lease].expires_ms for lease in leases):
+        if any(now_ms <= lease.until_ms for lease in self._leases.on(block)):
             return BlockKind.PROTECTED
         return BlockKind.FREE
 
     def kind_of_lease(self, client: str, lease: str, now_ms: int) -> LeaseKind:
         """Return what a lease is to this client at this moment."""
         held = self._leases.get(lease)
-        if held is None or held.client != client or now_ms > held.expires_ms:
+        if held is None or held.client != client or now_ms > held.until_ms:
             return LeaseKind.UNKNOWN
         return LeaseKind.BROKEN if held.broken else LeaseKind.VALID
 
@@ -431,24 +446,25 @@ class LeaseTable:
     def leased_bytes(self, client: str, now_ms: int) -> int:
         """Return the octets a client has under lease, each block counted once."""
         self._expire(now_ms)
-        return self._accounts.leased_bytes(client)
+        return self._leases.leased_bytes(client)
 
     def listing(self, now_ms: int) -> tuple[tuple[str, int, int, int], ...]:
         """Return client, number of blocks, octets and remaining time of each lease, for operators."""
         self._expire(now_ms)
-        octets = self._sizes.__getitem__
-        held = self._leases.values()
         return tuple(
-            (h.client, len(h.blocks), sum(map(octets, h.blocks)), h.expires_ms - now_ms) for h in held
+            (held.client, len(held.blocks), sum(map(self._size_of, held.blocks)), held.until_ms - now_ms)
+            for held in self._leases
         )
 
     def next_deadline_ms(self) -> int | None:
-        """Return when to send `TimerFired` next, or None. It may be early: nothing happens then."""
+        """Return when to send `TimerFired` next, or None."""
         if self._unprotected:
-            return 0
-        deadlines = [until_ms + 1 for until_ms in islice(self._withdrawing.values(), 1)]
-        deadlines += [expires_ms + 1 for expires_ms, _ in self._expiries[:1]]
-        deadlines += [self._grace_until_ms + 1] if self._restored else []
+            return 0  # found expired by a question, or by an event that was refused
+        deadlines = [until_ms + 1 for until_ms in itertools.islice(self._withdrawing.values(), 1)]
+        if self._restored:
+            deadlines.append(self._grace_until_ms + 1)
+        if (end_ms := self._leases.next_end_ms()) is not None:
+            deadlines.append(end_ms)
         return min(deadlines, default=None)
 
     # Events
@@ -473,12 +489,11 @@ class LeaseTable:
             case EndRead():
                 effects = self._end_read(event, now_ms)
             case EvictBlock():
-                BLOCKS.check(self.kind_of_block(event.block, now_ms), event)
-                effects = (WithdrawBlock(block=event.block), *self._take_out(event.block))
+                effects = self._evict(event, now_ms)
             case FailBlock():
-                effects = self._fail(event.block, now_ms)
-            case EndWithdrawal():
-                effects = self._take_out(event.block) if event.block in self._withdrawing else ()
+                effects = self._fail(event, now_ms)
+            case EndWithdrawal(block=block):
+                effects = self._take_out(block) if block in self._withdrawing else ()
             case TimerFired():
                 effects = self._stop_withdrawing(now_ms)
             case _:
@@ -496,42 +511,48 @@ class LeaseTable:
         for block in event.blocks:
             if BLOCKS.check(self.kind_of_block(block, now_ms), event):
                 return (Refused(problem=_NOT_HELD),)
-        if problem := self._too_long(event) or self._accounts.refusal(event.client, event.blocks):
+        if problem := self._too_long(event) or self._leases.refusal(event.client, event.blocks):
             return (Refused(problem=problem),)
         name = self._random_bytes(_LEASE_ID_OCTETS).hex()
-        if name in self._leases:
+        if self._leases.get(name) is not None:
             raise LocalProtocolError("random_bytes gave the same octets twice; leases could be guessed")
-        lease = _Lease(name, event.client, event.blocks, now_ms + event.ttl_ms + 1)
-        self._enter(lease)
+        blocks = dict.fromkeys(event.blocks)
+        self._leases.add(Lease(name, event.client, blocks, _last_ms(now_ms, event.ttl_ms)))
         return (LeaseGranted(lease=name, ttl_ms=event.ttl_ms),)
+
+    def _renew(self, event: RenewLease, now_ms: int) -> tuple[Effect, ...]:
+        lease = self._valid(event, now_ms)
+        if lease is None:
+            return (Refused(problem=_NO_LEASE),)
+        if problem := self._too_long(event):
+            return (Refused(problem=problem),)
+        self._leases.extend(lease, _last_ms(now_ms, event.ttl_ms))
+        return (LeaseGranted(lease=lease.name, ttl_ms=lease.until_ms - _last_ms(now_ms, 0)),)
 
     def _too_long(self, event: CreateLease | RenewLease) -> Problem | None:
         if event.ttl_ms <= self._max_ttl_ms:
             return None
         return Problem(LEASE_QUOTA, f"ttl_ms: at most {self._max_ttl_ms} ms are granted; ask for less")
 
-    def _renew(self, event: RenewLease, now_ms: int) -> tuple[Effect, ...]:
-        if LEASES.check(self.kind_of_lease(event.client, event.lease, now_ms), event):
-            return (Refused(problem=_NO_LEASE),)
-        if problem := self._too_long(event):
-            return (Refused(problem=problem),)
-        lease = self._leases[event.lease]
-        lease.expires_ms = max(lease.expires_ms, now_ms + event.ttl_ms + 1)
-        return (LeaseGranted(lease=event.lease, ttl_ms=lease.expires_ms - 1 - now_ms),)
-
     def _release(self, event: ReleaseLease, now_ms: int) -> tuple[Effect, ...]:
-        if LEASES.check(self.kind_of_lease(event.client, event.lease, now_ms), event):
+        lease = self._valid(event, now_ms)
+        if lease is None:
             return (Refused(problem=_NO_LEASE),)
-        self._end(self._leases[event.lease])
+        self._let_go(self._leases.end(lease))
         return ()
+
+    def _valid(self, event: RenewLease | ReleaseLease, now_ms: int) -> Lease | None:
+        """Return the lease that a client names; None where it is not its own or not valid any more."""
+        if LEASES.check(self.kind_of_lease(event.client, event.lease, now_ms), event):
+            return None
+        return self._leases.get(event.lease)
 
     def _start_read(self, event: StartRead, now_ms: int) -> tuple[Effect, ...]:
         if BLOCKS.check(self.kind_of_block(event.block, now_ms), event):
             return (Refused(problem=_NO_BLOCK),)
         if event.read in self._reads:
             raise LocalProtocolError("a read of this name has started already; name each read anew")
-        self._reads[event.read] = event.block
-        self._readers_of.setdefault(event.block, {})[event.read] = None
+        self._enter_read(event.read, event.block)
         return ()
 
     def _end_read(self, event: EndRead, now_ms: int) -> tuple[Effect, ...]:
@@ -550,24 +571,28 @@ class LeaseTable:
         self._leaving.remove(block)
         return (FreeBlock(block=block),)
 
-    def _fail(self, block: str, now_ms: int) -> tuple[Effect, ...]:
+    def _evict(self, event: EvictBlock, now_ms: int) -> tuple[Effect, ...]:
+        BLOCKS.check(self.kind_of_block(event.block, now_ms), event)
+        return (WithdrawBlock(block=event.block), *self._take_out(event.block))
+
+    def _fail(self, event: FailBlock, now_ms: int) -> tuple[Effect, ...]:
+        block = event.block
         kind = self.kind_of_block(block, now_ms)
-        BLOCKS.check(kind, FailBlock(block=block))
+        BLOCKS.check(kind, event)
         if kind is BlockKind.FREE:
             return (WithdrawBlock(block=block), *self._take_out(block))
         if kind is not BlockKind.PROTECTED:
-            return ()
+            return ()  # it is not here, or on its way out already
         self._withdrawing[block] = now_ms + self._withdrawal_ms
         effects: list[Effect] = [WithdrawBlock(block=block)]
-        for name in self._leases_on.get(block, ()):
-            lease = self._leases[name]
+        for lease in self._leases.on(block):
             if not lease.broken:
                 lease.broken = True
-                effects.append(LeaseBroken(client=lease.client, lease=name))
+                effects.append(LeaseBroken(client=lease.client, lease=lease.name))
         return tuple(effects)
 
     def _stop_withdrawing(self, now_ms: int) -> tuple[Effect, ...]:
-        late = list(takewhile(lambda block: self._withdrawing[block] < now_ms, self._withdrawing))
+        late = [*itertools.takewhile(lambda block: self._withdrawing[block] < now_ms, self._withdrawing)]
         return tuple(effect for block in late for effect in self._take_out(block))
 
     # Parts
@@ -577,8 +602,7 @@ class LeaseTable:
 
     def _take_out(self, block: str) -> tuple[Effect, ...]:
         """Stop holding a block; its memory is free once the last reader is gone."""
-        for name in self._leases_on.pop(block, ()):
-            self._forget(self._leases[name], block)
+        self._leases.take_out(block)
         del self._sizes[block]
         self._restored.discard(block)
         self._withdrawing.pop(block, None)
@@ -588,47 +612,19 @@ class LeaseTable:
         self._leaving.add(block)
         return tuple(CutRead(read=read) for read in readers)
 
-    def _enter(self, lease: _Lease) -> None:
-        self._leases[lease.lease] = lease
-        heappush(self._expiries, (lease.expires_ms, lease.lease))
-        self._accounts.enter(lease.client, lease.blocks)
-        for block in lease.blocks:
-            self._leases_on.setdefault(block, {})[lease.lease] = None
-
-    def _forget(self, lease: _Lease, block: str) -> None:
-        """Take one block out of a lease and out of its client's account; a lease of nothing ends."""
-        del lease.blocks[block]
-        self._accounts.leave(lease.client, block)
-        if not lease.blocks:
-            del self._leases[lease.lease]
-            self._accounts.end(lease.client)
-
-    def _end(self, lease: _Lease) -> None:
-        for block in tuple(lease.blocks):
-            leases = self._leases_on[block]
-            del leases[lease.lease]
-            if not leases:
-                del self._leases_on[block]
-                self._unprotected[block] = None
-            self._forget(lease, block)
-        if len(self._expiries) > 2 * len(self._leases) + 64:
-            self._expiries = [(held.expires_ms, name) for name, held in self._leases.items()]
-            heapify(self._expiries)
+    def _enter_read(self, read: str, block: str) -> None:
+        self._reads[read] = block
+        self._readers_of.setdefault(block, {})[read] = None
 
     def _expire(self, now_ms: int) -> None:
-        """End the leases whose time is over; where one was renewed, move its entry to its new time."""
-        while self._expiries and self._expiries[0][0] < now_ms:
-            _, name = heappop(self._expiries)
-            lease = self._leases.get(name)
-            if lease is None:
-                continue
-            if lease.expires_ms >= now_ms:
-                heappush(self._expiries, (lease.expires_ms, name))
-            else:
-                self._end(lease)
+        """End the leases whose time is over, and the grace after a restart."""
+        self._let_go(self._leases.end_due(now_ms))
         if self._restored and now_ms > self._grace_until_ms:
-            self._unprotected.update(dict.fromkeys(self._restored))
+            self._let_go(self._restored)
             self._restored = set()
+
+    def _let_go(self, blocks: Iterable[str]) -> None:
+        self._unprotected.update(dict.fromkeys(blocks))
 
     def _unprotect(self, now_ms: int) -> tuple[Effect, ...]:
         """Say once which blocks have become free and still are."""
@@ -644,8 +640,8 @@ class LeaseTable:
         """Return all that is held as a hashable value, with what remains of each time."""
         self._expire(now_ms)
         leases = (
-            (name, held.client, tuple(held.blocks), held.expires_ms - now_ms, held.broken)
-            for name, held in self._leases.items()
+            (held.name, held.client, tuple(held.blocks), held.until_ms - now_ms, held.broken)
+            for held in self._leases
         )
         return FrozenLeases(
             blocks=tuple(sorted((b, size, b in self._restored) for b, size in self._sizes.items())),
@@ -668,9 +664,11 @@ class LeaseTable:
         self._withdrawing = {block: now_ms + left_ms for block, left_ms in frozen.withdrawing}
         self._leaving = set(frozen.leaving)
         for read, block in frozen.reads:
-            self._reads[read] = block
-            self._readers_of.setdefault(block, {})[read] = None
+            self._enter_read(read, block)
         for name, client, blocks, left_ms, broken in frozen.leases:
-            lease = _Lease(name, client, blocks, now_ms + left_ms)
-            lease.broken = broken
-            self._enter(lease)
+            self._leases.add(Lease(name, client, dict.fromkeys(blocks), now_ms + left_ms, broken))
+
+
+def _last_ms(now_ms: int, ttl_ms: int) -> int:
+    """Return the last millisecond of what is promised for so long: one is added, for what is truncated."""
+    return now_ms + ttl_ms + 1

@@ -200,7 +200,7 @@ class Controller:
         self._placed_at_ms: dict[str, int] = {}
         # Requests that no instance could take, by the number of the request; when each is given up.
         self._waiting: dict[int, _Waiting] = {}
-        self._alarms = Alarms()
+        self._alarms: Alarms[str] = Alarms()
         self._again: deque[int] = deque()  # those of them to be tried again
 
     # The role

@@ -109,7 +109,7 @@ class ShardMaps:
         self._call_timeout_ms = call_timeout_ms
         self._groups: dict[str, _Group] = {}
         self._member_of: dict[str, dict[str, None]] = {}  # instance -> maps that give it ranges
-        self._alarms = Alarms()
+        self._alarms: Alarms[str] = Alarms()
         self._ending: Collection[str] = ()  # the scopes whose maps are to end
         self._unrepaired: dict[str, None] = {}  # maps with ranges that have no living owner
         # Maps that split nothing and are kept for what is still to be told, or for the versions that were

@@ -63,7 +63,7 @@ class Sessions:
         self._max_resumes = max_resumes
         self._ledgers: dict[str, SessionLedger] = {}
         self._owned: dict[Owner, dict[str, None]] = {}
-        self._alarms = Alarms()
+        self._alarms: Alarms[str] = Alarms()
         # Sessions that need an instance: in line, under way (each holds a credit), and out of luck for now.
         self._line: OrderedDict[str, None] = OrderedDict()
         self._asked: OrderedDict[str, None] = OrderedDict()  # those of the line that somebody asked about

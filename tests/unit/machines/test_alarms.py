@@ -6,7 +6,7 @@ from kvsp_core.machines.alarms import Alarms
 
 
 def test_deadlines_ring_in_time_once_and_move_both_ways() -> None:
-    alarms = Alarms()
+    alarms: Alarms[str] = Alarms()
     assert alarms.next_ms() is None
     alarms.set("a", 10)
     alarms.set("b", 20)
@@ -25,7 +25,7 @@ def test_deadlines_ring_in_time_once_and_move_both_ways() -> None:
 
 
 def test_deadlines_that_move_again_and_again_take_no_room() -> None:
-    alarms = Alarms()
+    alarms: Alarms[str] = Alarms()
     for at_ms in range(10_000, 0, -1):
         alarms.set("a", at_ms)
     assert len(alarms._heap) <= 66

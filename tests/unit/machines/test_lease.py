@@ -218,7 +218,6 @@ def test_leases_that_come_and_go_leave_nothing_behind() -> None:
     for _ in range(1000):
         leases.handle(m.ReleaseLease(client=ALICE, lease=create(leases, "a")), 0)
     assert leases.freeze(0) == empty
-    assert len(leases._expiries) < 200
 
 
 # Identifiers
