@@ -256,9 +256,10 @@ class Resumed:
 
 @attrs.frozen
 class Failed:
-    """The session has failed; its client is to see why."""
+    """The session has failed, as it was `moving` to another instance or not; its client is to see why."""
 
     reason: str
+    moving: bool = False
 
 
 @attrs.frozen
@@ -586,10 +587,11 @@ class SessionLedger:
                 assert_never(self.kind)
 
     def _fail(self, reason: str, now_ms: int) -> tuple[Effect, ...]:
+        moving = self.kind in (SessionKind.ORPHANED, SessionKind.RESUMING)
         record = attrs.evolve(
             self._record, kind=SessionKind.FAILED, epoch=self._record.epoch + 1, owner=None, reason=reason
         )
-        return (*self._enter(record, now_ms), Failed(reason))
+        return (*self._enter(record, now_ms), Failed(reason, moving))
 
     def _close(self, now_ms: int) -> tuple[Effect, ...]:
         if self.kind is SessionKind.CLOSED:

@@ -447,6 +447,9 @@ class Controller:
         )
         self._work.observe("kvsp_placement_fetched_tokens", chosen.fetched_tokens)
         self._work.observe("kvsp_placement_recomputed_tokens", chosen.recomputed_tokens)
+        for miss in placement.misses:
+            first, end = miss.blocks
+            self._work.observe("kvsp_missed_blocks", end - first, reason=miss.reason.value)
         if self._settings.prefetch and chosen.fetched_tokens:
             self._prefetch(chosen, reference, found.subject, found.match)
 
@@ -596,8 +599,9 @@ class Controller:
                     self._send_resume(session, instance, epoch)
                 case sessions.Resumed():
                     self._work.observe("kvsp_migrations", outcome="resumed")
-                case sessions.Failed():
-                    self._work.observe("kvsp_migrations", outcome="failed")
+                case sessions.Failed(moving=moving):
+                    if moving:
+                        self._work.observe("kvsp_migrations", outcome="failed")
                     self._placed_at_ms.pop(session, None)
                 case sessions.Forget():
                     self._placed_at_ms.pop(session, None)

@@ -537,7 +537,8 @@ class Holder:
         outcome = self._blocks.lease(event, now_ms)
         match outcome:
             case Problem():
-                self._work.observe("kvsp_lease_rejections", reason=outcome.type.suffix)
+                if not isinstance(event, leases.ReleaseLease):  # one that is given back twice is gone
+                    self._work.observe("kvsp_lease_rejections", reason=outcome.type.suffix)
                 self._work.emit(refuse(asked.request_id, outcome))
                 return None
             case leases.LeaseGranted(lease=lease, ttl_ms=ttl_ms):

@@ -46,6 +46,7 @@ from kvsp_core.roles.role import (
     CallFailed,
     Effect,
     JobDone,
+    Observe,
     ReadBlock,
     ReceiveBody,
     RequestReceived,
@@ -351,6 +352,10 @@ class World:
             self.answer_lookups(*keys, holder=holder)
             self.grant_leases()
             self.serve_blocks()
+
+    def observed(self, name: str) -> list[int]:
+        """Return what was counted under a name, one value for each time."""
+        return [effect.value for effect in self.of(Observe) if effect.name == name]
 
     # Jobs
 

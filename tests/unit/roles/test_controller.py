@@ -458,6 +458,17 @@ def test_a_request_goes_to_the_instance_of_lowest_cost_and_hears_why(talk: Talk)
     assert [(miss.blocks, miss.reason) for miss in placed.misses] == [((0, 4), "no replica")]
 
 
+@pytest.mark.requirement("OP-1")
+def test_it_is_counted_once_for_each_request_why_blocks_are_missed(talk: Talk) -> None:
+    talk.replicas = {KEYS[0]: (replica(KEYS[0]),)}
+    waits = talk.send(FE, PlaceRequest(), placement())
+    assert talk.observed("kvsp_missed_blocks") == []  # nobody is there; it is looked at again
+    talk.report(A)
+    assert talk.answers[waits][0].status == 201
+    missed = Observe("kvsp_missed_blocks", 3, (("reason", "no replica"),))
+    assert talk.observed("kvsp_missed_blocks") == [missed]
+
+
 def test_a_session_is_durable_before_its_front_end_hears_of_it(talk: Talk) -> None:
     talk.report(A)
     talk.effects.clear()
@@ -889,6 +900,18 @@ def test_a_session_that_nobody_resumes_fails_with_a_reason(talk: Talk) -> None:
         talk.reply(talk.call_to(B, "resume"), status=409)
     info = talk.info(placed)
     assert (info.state, info.detail) == ("failed", "no instance has taken the session over in 2 attempts")
+    assert [e.labels for e in talk.observed("kvsp_migrations")] == [(("outcome", "failed"),)]
+
+
+@pytest.mark.requirement("OP-1")
+def test_a_session_that_fails_where_it_is_has_not_moved(talk: Talk) -> None:
+    talk.report(A)
+    placed = talk.place()
+    for _ in range(3):
+        talk.pass_time(2000)
+        talk.report(A)
+    assert talk.info(placed).state == "failed"
+    assert talk.observed("kvsp_migrations") == []
 
 
 def test_a_session_waits_for_an_instance_to_come(talk: Talk) -> None:

@@ -391,7 +391,7 @@ def test_a_reader_that_leaves_early_is_waited_for_until_its_job_is_over() -> Non
 # Leases
 
 
-@pytest.mark.requirement("LE-1")
+@pytest.mark.requirement("LE-1", "OP-1")
 def test_a_lease_is_granted_renewed_and_released() -> None:
     loop = Loop().start()
     loop.put(K[0])
@@ -411,6 +411,7 @@ def test_a_lease_is_granted_renewed_and_released() -> None:
     assert released is not None
     assert released.response.status == 204
     assert problem_of(loop.ask(ReleaseLease(lease.lease))) == "kvsp-not-found 404"
+    assert loop.observed["kvsp_lease_rejections"] == 1  # BOB's; who gives back twice is refused nothing
 
 
 @pytest.mark.requirement("LE-1", "BR-7")

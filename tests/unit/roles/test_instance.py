@@ -238,6 +238,7 @@ def test_tokens_of_a_deterministic_sampler_wait_for_the_first_checkpoint_only() 
     assert engine.Abort(world.sequence()) in world.seen
 
 
+@pytest.mark.requirement("OP-1")
 def test_what_is_held_already_goes_into_the_engine_in_order() -> None:
     world = World()
     world.beside.hold(*KEYS)
@@ -247,6 +248,8 @@ def test_what_is_held_already_goes_into_the_engine_in_order() -> None:
     world.run_jobs()
     assert [each.index for each in world.of(engine.ImportBlock)] == [0, 1]
     assert world.of(engine.StartSequence)[0].cached_tokens == 8
+    assert world.observed("kvsp_cached_tokens") == [8]
+    assert world.observed("kvsp_recomputed_tokens") == [len(PROMPT) - 8]
     assert world.beside.kept == {}
 
 
@@ -435,7 +438,7 @@ def test_the_last_blocks_leave_the_engine_before_the_sequence_does() -> None:
 # Prefetch
 
 
-@pytest.mark.requirement("PF-1", "PF-3", "PF-7")
+@pytest.mark.requirement("PF-1", "PF-3", "PF-7", "OP-1")
 def test_a_directive_is_loaded_leased_published_and_can_be_read() -> None:
     world = World()
     request, _ = world.ask(PC, PrefetchBlocks(), directive(*KEYS))
@@ -449,6 +452,7 @@ def test_a_directive_is_loaded_leased_published_and_can_be_read() -> None:
     world.load(*KEYS)
     assert world.beside.held() == set(KEYS)
     assert len(world.calls(ReleaseLease)) == 1
+    assert world.observed("kvsp_fetched_tokens") == [4, 4]
     request, _ = world.ask(PC, GetDirective("d1"))
     status = decode(DirectiveStatus, world.answered(request).body)  # type: ignore[arg-type]
     assert (status.state, status.loaded, status.request_ref) == ("complete", tuple(KEYS), "ref")
@@ -585,7 +589,7 @@ def test_the_request_uses_what_its_directive_has_loaded() -> None:
     assert world.beside.kept == {}
 
 
-@pytest.mark.requirement("BR-5", "BR-8")
+@pytest.mark.requirement("BR-5", "BR-8", "OP-1")
 def test_a_bad_block_is_reported_to_the_index_and_its_buffer_given_back() -> None:
     from kvsp_core.answers import block_response
     from kvsp_core.resources import WithdrawReplica
@@ -600,6 +604,7 @@ def test_a_bad_block_is_reported_to_the_index_and_its_buffer_given_back() -> Non
     head = block_response(size_bytes=1, repr_digest="ab" * 32, ttl_ms=1)
     world.do(BlockReceived(number, head, HEADER, digests_of("wrong"), repr_digest_valid=True))
     assert len(world.calls(WithdrawReplica)) == 1
+    assert world.observed("kvsp_digest_failures") == [1]
     assert FreeBuffer(each.call.buffer) in world.seen  # type: ignore[arg-type]
     assert world.beside.held() == set()
 
