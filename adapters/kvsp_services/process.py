@@ -23,6 +23,7 @@ import structlog
 from kvsp_core.errors import KVSPError
 from kvsp_core.machines.fleet import Fleet
 from kvsp_core.roles.authorization import Policy
+from kvsp_core.roles.index import Index
 from kvsp_h2 import Credentials
 from kvsp_services.assembly import read_descriptors, read_scopes, read_storage_key, set_limits
 from kvsp_services.buffers import BufferPool
@@ -87,6 +88,16 @@ class Process:
             role.build()
         for role in self.roles:
             await role.listen()
+
+    def renew_fleet(self) -> None:
+        """Forget what is known of instances, as a controller that is rebuilt does; an index beside it goes by
+        what that learns."""
+        if self.fleet is None:
+            return
+        self.fleet = Fleet()
+        for role in self.roles:
+            if isinstance(role.role, Index):
+                role.role.go_by(self.fleet)
 
     def reload(self) -> None:
         """Read policy, limits and certificates again; where one cannot be used, go on with all there are."""

@@ -24,6 +24,7 @@ from kvsp_services.assembly import (
 )
 from kvsp_services.certificate_watch import CertificateWatch
 from kvsp_services.config import (
+    ControllerSection,
     FrontEndSection,
     InstanceSection,
     RoleSection,
@@ -143,6 +144,8 @@ class RunningRole:
             stored = store.load()
             self._committer = GroupCommitter(store)
         self._start_engine()
+        if self._rebuilt and isinstance(self.section, ControllerSection):
+            process.renew_fleet()
         materials = Materials(
             config=process.config,
             policy=process.policy,
@@ -152,8 +155,7 @@ class RunningRole:
             stored=stored,
             now_ms=process.loop.now_ms(),
             epoch=self._next_epoch(),
-            # A controller that is rebuilt begins anew; what the index then knows of instances runs out.
-            fleet=process.fleet if not self._rebuilt else None,
+            fleet=process.fleet,
             numerics=None if self._engine is None else self._engine.numerics,
         )
         self.role = make_role(self.section, materials)

@@ -141,7 +141,6 @@ _NO_CLASS: Final = Problem(
     "deterministic: no instance says whose results it repeats; ask without it, or name classes of instances "
     "in the controller's configuration",
 )
-_RETRY_AFTER_S: Final = 1
 
 
 class Controller:
@@ -307,7 +306,7 @@ class Controller:
         self._maps.fire(now_ms)
         for key in self._alarms.take_due(now_ms):
             if self._waiting.pop(int(key), None) is not None:
-                self._work.emit(refuse(int(key), _NO_INSTANCE, retry_after_s=_RETRY_AFTER_S))
+                self._work.emit(refuse(int(key), _NO_INSTANCE))
 
     def _allow(self, client: str, operation: Operation) -> Problem | None:
         return authorize(self.policy, client, operation)
@@ -390,7 +389,7 @@ class Controller:
                 self._work.emit(refuse(asked.request_id, problem))
                 return
         if len(self._placements) + len(self._waiting) >= self._settings.max_pending_placements:
-            self._work.emit(refuse(asked.request_id, _BUSY, retry_after_s=_RETRY_AFTER_S))
+            self._work.emit(refuse(asked.request_id, _BUSY))
             return
         purpose = _ForRequest(asked.request_id, asked.client, now_ms + self._settings.placement_wait_ms)
         subject = Subject(
@@ -425,7 +424,7 @@ class Controller:
             self._work.emit(refuse(purpose.request_id, problem))
             return
         if self._sessions.is_full:
-            self._work.emit(refuse(purpose.request_id, _FULL, retry_after_s=_RETRY_AFTER_S))
+            self._work.emit(refuse(purpose.request_id, _FULL))
             return
         if chosen is None and self._placements.lacks_class(found.subject):
             self._work.emit(refuse(purpose.request_id, _NO_CLASS))

@@ -290,9 +290,9 @@ class Holder:
     def _serve(self, asked: Asked, now_ms: int) -> None:
         match asked.operation:
             case GetBlock() | HeadBlock() | StoreBlock() | CreateLease() if self._loading:
-                self._work.emit(refuse(asked.request_id, _STARTING, retry_after_s=1))
+                self._work.emit(refuse(asked.request_id, _STARTING))
             case StoreBlock() | CreateLease() if self._stopping:
-                self._work.emit(refuse(asked.request_id, _STOPPING, retry_after_s=1))
+                self._work.emit(refuse(asked.request_id, _STOPPING))
             case GetBlock() | HeadBlock():
                 self._get(asked, asked.operation, now_ms)
             case StoreBlock():
@@ -356,7 +356,7 @@ class Holder:
                 "kvsp_holder_read_bytes", 0 if reading.head_only else outcome.header.size_bytes
             )
         elif not ended and found is not None and later:
-            self._work.emit(refuse(reading.request_id, _NOT_NOW, retry_after_s=1))
+            self._work.emit(refuse(reading.request_id, _NOT_NOW))
         elif not ended:
             self._work.emit(refuse(reading.request_id, _NOT_HELD))
         whole = reading.layers is None and sound
@@ -388,8 +388,7 @@ class Holder:
         block = id_of(name)
         problem = self._put_problem(asked, name, block, now_ms)
         if problem is not None:
-            retry_after_s = 1 if problem.type is UNAVAILABLE else None
-            self._work.emit(refuse(asked.request_id, problem, retry_after_s=retry_after_s))
+            self._work.emit(refuse(asked.request_id, problem))
             return
         buffer = self._work.new_buffer()
         self._incoming[asked.request_id] = _Incoming(block, name, asked.client, buffer)
@@ -481,8 +480,7 @@ class Holder:
         self._arriving.discard(storing.block)
         if storing.request_id is not None:
             self._work.free(storing.buffer)
-            problem, retry_after_s = (_NOT_NOW, 1) if failed.takes_nothing else (_FULL, None)
-            self._work.emit(refuse(storing.request_id, problem, retry_after_s=retry_after_s))
+            self._work.emit(refuse(storing.request_id, _NOT_NOW if failed.takes_nothing else _FULL))
         else:
             self._news.append(BlockNotAdded(storing.ticket, storing.stored.name))
 

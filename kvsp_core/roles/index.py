@@ -126,6 +126,10 @@ class Index:
         """Grant and answer within these limits from now on."""
         self._replicas.limit(max_ttl_ms=max_ttl_ms, max_keys=max_lookup_keys)
 
+    def go_by(self, fleet: Fleet) -> None:
+        """Estimate from now on by what a controller in the same process knows of instances."""
+        self._fleet, self._owns_fleet = fleet, False
+
     # Lookup
 
     def _look_up(self, asked: Asked, now_ms: int) -> tuple[Effect, ...]:

@@ -434,8 +434,7 @@ class Instance:
                     location = f"prefetch/{directive}"
                     self._work.emit(done(request_id, 202, location=location))
                 case prefetch.Rejected(_, problem):
-                    retry_after_s = 1 if problem.status == 503 else None
-                    self._work.emit(refuse(request_id, problem, retry_after_s=retry_after_s))
+                    self._work.emit(refuse(request_id, problem))
                 case _:
                     pass
 

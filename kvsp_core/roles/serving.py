@@ -20,7 +20,7 @@ from kvsp_core.errors import LimitExceeded, RemoteProtocolError
 from kvsp_core.heads import Request
 from kvsp_core.identity import CompatibilityDescriptor
 from kvsp_core.messages import ReshardMessage, decode_reshard
-from kvsp_core.problems import BAD_REQUEST, TOO_LARGE, Problem
+from kvsp_core.problems import BAD_REQUEST, TOO_LARGE, UNAVAILABLE, Problem
 from kvsp_core.registries import JSON_MEDIA_TYPE
 from kvsp_core.resources import (
     RESOURCES,
@@ -42,6 +42,8 @@ from kvsp_core.roles.role import (
 )
 
 __all__ = ["Asked", "Desk", "Intake", "answer", "done", "refuse"]
+
+_RETRY_AFTER_S: Final = 1
 
 
 @attrs.frozen(kw_only=True)
@@ -73,10 +75,9 @@ def done(request_id: int, status: int = 204, *, location: str | None = None) -> 
     return Respond(request_id, response, octets)
 
 
-def refuse(
-    request_id: int, problem: Problem, *, allow: tuple[str, ...] = (), retry_after_s: int | None = None
-) -> Respond:
-    """Return the effect that answers with a problem."""
+def refuse(request_id: int, problem: Problem, *, allow: tuple[str, ...] = ()) -> Respond:
+    """Return the effect that answers with a problem; what cannot be served now says when to come back."""
+    retry_after_s = _RETRY_AFTER_S if problem.status == UNAVAILABLE.status else None
     response, octets = problem_response(problem, allow=allow, retry_after_s=retry_after_s)
     return Respond(request_id, response, octets)
 

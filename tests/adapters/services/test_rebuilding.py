@@ -10,6 +10,8 @@ from typing import Literal
 import anyio
 import pytest
 
+from kvsp_core.roles.controller import Controller
+from kvsp_core.roles.index import Index
 from kvsp_core.roles.role import Persist, Put
 from kvsp_services.config import read_config
 from kvsp_services.metrics import Metrics
@@ -30,10 +32,19 @@ async def a_controller(directory: Path) -> AsyncIterator[tuple[Process, RunningR
         await process.start()
         _, controller = process.roles
         assert controller.served is not None
+        assert shares(process)
         yield process, controller
 
 
-@pytest.mark.requirement("CP-2")
+def shares(process: Process) -> bool:
+    """Whether the index goes by what the controller knows of instances, and nobody else."""
+    index, controller = (role.role for role in process.roles)
+    assert isinstance(index, Index)
+    assert isinstance(controller, Controller)
+    return index._fleet is controller._fleet is process.fleet and not index._owns_fleet
+
+
+@pytest.mark.requirement("CP-2", "LK-2")
 @pytest.mark.parametrize("loop", ["trio", "asyncio"])
 def test_a_role_is_rebuilt_from_its_store_a_bounded_number_of_times(
     tmp_path: Path, loop: Literal["trio", "asyncio"]
@@ -50,6 +61,7 @@ def test_a_role_is_rebuilt_from_its_store_a_bounded_number_of_times(
                     while controller.served.driver is before:
                         await anyio.sleep(0.01)
                 assert process.trouble() is None, number
+                assert shares(process)
                 assert process.failure is None
             controller.served.driver._fail(StorageError("no space left on device"))
             assert process.stopping.is_set()

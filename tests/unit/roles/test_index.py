@@ -14,6 +14,7 @@ from kvsp_core.ext_messages import IndexInfo
 from kvsp_core.heads import Response
 from kvsp_core.identity import CompatibilityDescriptor, component_id
 from kvsp_core.limits import MAX_LOOKUP_TARGETS
+from kvsp_core.machines.fleet import Fleet, ReceiveStatus
 from kvsp_core.messages import LookupAnswer, LookupRequest, Withdrawal
 from kvsp_core.records import InstanceStatus, Link, ReplicaRecord, Residency
 from kvsp_core.resources import (
@@ -261,6 +262,19 @@ def test_targets_that_are_known_are_estimated(talk: Talk) -> None:
     assert estimate.recompute_us == 1_000_000 * 32 // 1000
     talk.now_ms = 3001
     assert talk.look_up(targets=(II,)).targets == ()
+
+
+@pytest.mark.requirement("LK-2")
+def test_targets_are_estimated_by_what_a_controller_beside_knows(talk: Talk) -> None:
+    talk.publish(H1, record(KEYS[0]))
+    talk.ask(H1, PutDescriptor(DESCRIPTOR.compat_id), DESCRIPTOR.canonical_json)
+    beside = Fleet()
+    beside.handle(ReceiveStatus(status()), 0)
+    assert talk.look_up(targets=(II,)).targets == ()
+    talk.index.go_by(beside)
+    assert [estimate.instance for estimate in talk.look_up(targets=(II,)).targets or ()] == [II]
+    talk.ask(II, ReportStatus(component_id(II)), status(epoch=5, seq=2))
+    assert beside.epoch_of(II) == 1  # it is the controller that instances report to
 
 
 def test_a_status_is_of_the_instance_that_sends_it(talk: Talk) -> None:

@@ -158,3 +158,8 @@ def test_a_body_that_never_came_whole_is_answered_or_forgotten() -> None:
 def test_every_answer_of_the_desk_is_not_to_be_stored() -> None:
     for item in (request("GET", "nowhere"), request("DELETE", BLOCK), request("POST", "leases", media=JSON)):
         assert refused(desk().take(item)[1]).response.max_age_s is None
+
+
+def test_what_cannot_be_served_now_says_when_to_come_back() -> None:
+    assert refused(desk(Problem(UNAVAILABLE)).take(request("GET", BLOCK))[1]).response.retry_after_s == 1
+    assert refused(desk(Problem(FORBIDDEN)).take(request("GET", BLOCK))[1]).response.retry_after_s is None
