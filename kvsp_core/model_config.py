@@ -2,8 +2,10 @@
 
 The configuration is a parsed ``config.json`` of the Hugging Face kind; whoever calls reads the files. RoPE
 parameters always go into `positional`, and those that its registered syntax has no place for into a member of
-our own, ``rope_scaling``, which is part of the identity: engines that scale differently never take each
-other's blocks. What a descriptor cannot express is refused, never left out.
+our own, ``rope_scaling``. Another one, ``config``, has all the rest of the configuration, but for what surely
+changes no key and no value: weights say what is computed with, not how, and an epsilon, an activation or a
+number of heads that differs gives other blocks. Both are part of the identity: engines that run one model
+differently never take each other's blocks. What a descriptor cannot express is refused, never left out.
 """
 
 from __future__ import annotations
@@ -12,10 +14,12 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from kvsp_core.errors import LocalProtocolError
+import rfc8785
+
+from kvsp_core.errors import LocalProtocolError, RemoteProtocolError
 from kvsp_core.identity import CompatibilityDescriptor, digest_of_files
 from kvsp_core.registries import INITIAL_REGISTRIES, Registries
-from kvsp_core.strict_json import Json, kind_of
+from kvsp_core.strict_json import Json, frozen_json, kind_of, thawed_json
 
 __all__ = ["derive_descriptor"]
 
@@ -27,6 +31,40 @@ _ELEMENT_TYPES: Final = (
     ("float8_e5m2", "fp8-e5m2"),
 )
 _FULL_ATTENTION: Final = "full_attention"
+_LAYER_KINDS: Final = ("layer_types", "layers_block_type")
+_WINDOW: Final = ("sliding_window", "use_sliding_window", "max_window_layers")
+_ROPE: Final = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+
+_STATED_ELSEWHERE: Final = frozenset(
+    {"num_hidden_layers", "num_key_value_heads", "head_dim", "dtype", "torch_dtype", *_ROPE, *_LAYER_KINDS}
+)
+"""What members of the protocol and ``rope_scaling`` say, in any of its forms, or what is refused where it is
+not the same for all."""
+_OTHER_MODALITIES: Final = frozenset({"text_config", "vision_config", "audio_config"})
+"""Parts that tokens do not pass through; that of the text is looked into."""
+_WITHOUT_EFFECT: Final = frozenset(
+    {
+        # where the files come from, and who wrote them
+        "_name_or_path",
+        "transformers_version",
+        # which tokens begin, end and fill a text: tokens are what a block is named by
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        # what else is returned, or kept
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        # training
+        "initializer_range",
+        "attention_dropout",
+        "hidden_dropout",
+    }
+)
+"""What changes no key and no value of a model that runs."""
+_LONGEST_VALUE: Final = 256
+"""Octets of a member of ``config``; of what is longer the digest is taken."""
 
 
 def derive_descriptor(
@@ -66,7 +104,7 @@ def derive_descriptor(
         kv_dtype=kv_dtype if kv_dtype is not None else _element_type(text),
         positional=_positional(theta, scaling) if positional is None else positional,
         block_tokens=block_tokens,
-        other_members={"rope_scaling": rope} if rope else {},
+        other_members=({"rope_scaling": rope} if rope else {}) | _the_rest(config, text),
         registries=registries,
     )
 
@@ -85,10 +123,33 @@ def _refuse_inexpressible(config: Mapping[str, object]) -> None:
         refuse("kv_lora_rank", "the cache holds latent vectors, not K and V of each head")
     if config.get("sliding_window") is not None and config.get("use_sliding_window") is not False:
         refuse("sliding_window", "attention is limited to a window")
-    for member in ("layer_types", "layers_block_type"):
+    for member in _LAYER_KINDS:
         kinds = config.get(member)
-        if isinstance(kinds, (list, tuple)) and any(kind != _FULL_ATTENTION for kind in kinds):
+        full = isinstance(kinds, (list, tuple)) and all(kind == _FULL_ATTENTION for kind in kinds)
+        if kinds is not None and not full:
             refuse(member, "some layers are not full attention")
+
+
+def _the_rest(config: Mapping[str, object], text: Mapping[str, object]) -> dict[str, Json]:
+    """Return the member that has all that may change keys and values and is said nowhere else."""
+    left_out = _STATED_ELSEWHERE | _OTHER_MODALITIES | _WITHOUT_EFFECT
+    if text.get("use_sliding_window") is False:
+        left_out |= set(_WINDOW)
+    if text.get("rope_parameters") and text.get("rope_scaling"):  # the first was read in its place
+        left_out -= {"rope_scaling"}
+    rest = {name: _shown(name, value) for name, value in {**config, **text}.items() if name not in left_out}
+    return {"config": rest} if rest else {}
+
+
+def _shown(name: str, value: object) -> Json:
+    """Return a value of the configuration as the descriptor has it. A member that is not there is another
+    thing than one that is null: an engine puts its default in the place of the first."""
+    try:
+        known = frozen_json(value, name)
+        octets = rfc8785.dumps(thawed_json(known))  # type: ignore[arg-type]
+    except RemoteProtocolError as error:
+        raise LocalProtocolError(f"model configuration, {error}") from None
+    return known if len(octets) <= _LONGEST_VALUE else digest_of_files({name: [octets]})
 
 
 def _size(config: Mapping[str, object], member: str) -> int:

@@ -67,29 +67,45 @@ class LlamaConfig:
                 raise ModelError(f"{member} is set; this engine has no biases")
         if members.get("hidden_act", "silu") != "silu":
             raise ModelError(f"hidden_act is {members['hidden_act']!r}; this engine computes 'silu'")
-        rope = members.get("rope_parameters") or {}
-        scaling = members.get("rope_scaling") or (
-            rope if rope.get("rope_type", "default") != "default" else None
-        )
-        if scaling:
-            raise ModelError("the model scales its rotary positions; this engine does not")
+        if members.get("sliding_window") is not None:
+            raise ModelError("sliding_window is set; this engine attends to all tokens")
+        if members.get("quantization_config") is not None:
+            raise ModelError("quantization_config is set; this engine has no quantized weights")
         try:
-            heads = int(members["num_attention_heads"])
-            eos = members.get("eos_token_id")
-            return cls(
-                layers=int(members["num_hidden_layers"]),
-                heads=heads,
-                kv_heads=int(members.get("num_key_value_heads", heads)),
-                head_dim=int(members.get("head_dim") or members["hidden_size"] // heads),
-                hidden=int(members["hidden_size"]),
-                vocabulary=int(members["vocab_size"]),
-                context=int(members["max_position_embeddings"]),
-                rms_epsilon=float(members["rms_norm_eps"]),
-                rope_theta=float(members.get("rope_theta") or rope.get("rope_theta", 10000.0)),
-                stop_tokens=frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos]),
-            )
+            return cls._checked(members)
         except KeyError as error:
             raise ModelError(f"config.json has no member {error}") from None
+        except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
+            raise ModelError(f"config.json has a member of another type than it should: {error}") from None
+
+    @classmethod
+    def _checked(cls, members: Mapping[str, Any]) -> LlamaConfig:
+        rope = members.get("rope_parameters") or {}
+        if members.get("rope_scaling") or rope.get("rope_type", "default") != "default":
+            raise ModelError("the model scales its rotary positions; this engine does not")
+        if any(each.get("partial_rotary_factor") not in (None, 1) for each in (members, rope)):
+            raise ModelError("partial_rotary_factor is set; this engine rotates all dimensions")
+        heads = int(members["num_attention_heads"])
+        eos = members.get("eos_token_id")
+        found = cls(
+            layers=int(members["num_hidden_layers"]),
+            heads=heads,
+            kv_heads=int(members.get("num_key_value_heads") or heads),
+            head_dim=int(members.get("head_dim") or members["hidden_size"] // heads),
+            hidden=int(members["hidden_size"]),
+            vocabulary=int(members["vocab_size"]),
+            context=int(members["max_position_embeddings"]),
+            rms_epsilon=float(members["rms_norm_eps"]),
+            rope_theta=float(rope.get("rope_theta") or members.get("rope_theta") or 10000.0),
+            stop_tokens=frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos]),
+        )
+        sizes = (found.layers, found.kv_heads, found.head_dim, found.hidden, found.vocabulary, found.context)
+        if min(heads, *sizes) < 1 or heads % found.kv_heads or found.head_dim % 2:
+            raise ModelError(
+                "config.json: its sizes are from 1 on, num_attention_heads is a multiple of"
+                " num_key_value_heads, and head_dim is even"
+            )
+        return found
 
 
 def load_config(directory: Path) -> LlamaConfig:

@@ -40,7 +40,10 @@ def test_a_llama_configuration() -> None:
     made = derive(LLAMA)
     assert (made.layers, made.kv_heads, made.head_dim) == (30, 3, 64)
     assert (made.kv_dtype, made.positional, made.block_tokens) == ("bf16", "rope;theta=100000", 16)
-    assert (made.model, made.layout, made.other_members) == ("m", "kvsp-layout-1", {})
+    assert (made.model, made.layout) == ("m", "kvsp-layout-1")
+    assert made.other_members == {
+        "config": {"model_type": "llama", "num_attention_heads": 9, "hidden_size": 576}
+    }
 
 
 @pytest.mark.requirement("CD-3")
@@ -66,6 +69,60 @@ def test_rope_parameters_are_always_stated() -> None:
     assert scaled.positional == "rope;theta=100000,scaling=llama3"
     assert scaled.other_members["rope_scaling"] == {"factor": 8.0, "low_freq_factor": 1.0}
     assert scaled != derive(LLAMA | {"rope_scaling": SCALED | {"factor": 16.0}})
+
+
+@pytest.mark.requirement("CD-6", "CD-7")
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rms_norm_eps": 1e-6},
+        {"hidden_act": "gelu"},
+        {"attention_bias": True},
+        {"num_attention_heads": 18, "head_dim": 64, "num_key_value_heads": 3},
+        {"max_position_embeddings": 4096},
+        {"architectures": ["MistralForCausalLM"]},
+        {"sliding_window": None},
+        {"quantization_config": {"quant_method": "awq", "bits": 4}},
+        {"a_member_of_next_year": [0.5, {"deep": True}]},
+        {"rope_parameters": {"rope_theta": 100000.0}, "rope_scaling": SCALED},
+    ],
+    ids=str,
+)
+def test_what_may_change_keys_and_values_is_in_the_identity(change: dict[str, Any]) -> None:
+    plain = LLAMA | {"rms_norm_eps": 1e-5, "hidden_act": "silu", "attention_bias": False, "head_dim": 64}
+    assert derive(plain | change).compat_id != derive(plain).compat_id
+    nested = derive({"text_config": plain | change, "model_type": "of text and images"})
+    assert nested.compat_id != derive({"text_config": plain, "model_type": "of text and images"}).compat_id
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"eos_token_id": [1, 2]},
+        {"use_cache": False},
+        {"transformers_version": "9"},
+        {"vision_config": {"depth": 9}},
+        {"dtype": "bfloat16"},
+    ],
+    ids=str,
+)
+def test_what_changes_neither_keys_nor_values_is_left_out(change: dict[str, Any]) -> None:
+    assert derive(LLAMA | change) == derive(LLAMA)
+
+
+def test_the_outer_configuration_of_several_modalities_counts_too() -> None:
+    outer = {"text_config": LLAMA, "quantization_config": {"bits": 4}}
+    assert derive(outer) != derive(outer | {"quantization_config": {"bits": 8}})
+
+
+@pytest.mark.requirement("CD-1")
+def test_a_long_member_is_in_the_descriptor_as_its_digest() -> None:
+    layers = [f"model.layers.{n}.mlp" for n in range(1000)]
+    made = derive(LLAMA | {"quantization_config": {"modules_to_not_convert": layers}})
+    config = made.members()["config"]
+    assert isinstance(config, dict)
+    assert str(config["quantization_config"]).startswith("sha-256:")
+    assert made != derive(LLAMA | {"quantization_config": {"modules_to_not_convert": layers[:-1]}})
 
 
 @pytest.mark.requirement("CD-7")
@@ -119,6 +176,10 @@ def test_geometry_that_a_configuration_leaves_out() -> None:
         ({"layers_block_type": ["mamba"]}, "layers_block_type"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_parameters"),
         ({"rope_scaling": "llama3"}, "rope_parameters"),
+        ({"layer_types": "sliding_attention"}, "layer_types"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        ({"vocab_size": 2**60}, "vocab_size"),
+        ({"quantization_config": {"name": "\ud800"}}, "quantization_config.name"),
         ({"rope_theta": 10000.5}, "rope_theta"),
         ({"rope_theta": float("inf")}, "rope_theta"),
         ({"rope_theta": float("nan")}, "rope_theta"),

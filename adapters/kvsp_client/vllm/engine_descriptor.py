@@ -91,6 +91,8 @@ def check_expressible(vllm_config: Any, kv_cache_config: Any) -> None:
         refuse("hf_overrides", "what a function changes cannot be known; give a dictionary")
     if getattr(model, "hf_config_path", None) not in (None, model.model):
         refuse("hf_config_path", "the configuration is not the one that is beside the weights")
+    if getattr(model, "config_format", "auto") not in ("auto", "hf"):
+        refuse(f"config_format {model.config_format}", "the configuration is not read from config.json")
     load_format = str(vllm_config.load_config.load_format)
     if load_format not in _FROM_SAFETENSORS:
         refuse(f"load_format {load_format}", "the weights are not read from the model's safetensors files")
@@ -151,6 +153,12 @@ def describe_engine(
     if name is None:
         name = Path(model.model).resolve().name if Path(model.model).is_dir() else model.model
     config = {**_json(files / "config.json"), **(model.hf_overrides or {})}
+    formats = (getattr(model, "config_format", "auto"), str(vllm_config.load_config.load_format))
+    if "auto" in formats and any(files.glob("consolidated*.safetensors")):
+        raise LocalProtocolError(
+            f"{files} has files of Mistral's own format too, which vLLM prefers and no descriptor is derived"
+            " from; run it with --config-format hf --load-format safetensors"
+        )
     kind = str(model.dtype).removeprefix("torch.") if cache.cache_dtype == "auto" else cache.cache_dtype
     if kind not in _ELEMENT_TYPES:
         raise LocalProtocolError(f"dtype {kind}: KVSP has no element type for it")
@@ -344,15 +352,27 @@ def _without_adapters(descriptor: CompatibilityDescriptor) -> CompatibilityDescr
 
 def _difference(own: CompatibilityDescriptor, expected: CompatibilityDescriptor) -> str:
     """Return in one line how two descriptors differ: the first member, and both its values."""
-    mine, theirs = own.members(), expected.members()
+    mine, theirs = _flat(own.members()), _flat(expected.members())
     ours = own.other_members.keys() | expected.other_members.keys()
     # The digest last: where the weights are others, something that says more often is as well. What the
     # protocol names comes before what this project adds to it.
     names = sorted(
-        mine.keys() | theirs.keys(), key=lambda name: (name.endswith("_digest"), name in ours, name)
+        mine.keys() | theirs.keys(),
+        key=lambda name: (name.endswith("_digest"), name.partition(".")[0] in ours, name),
     )
     for name in names:
-        if mine.get(name) != theirs.get(name):
-            has, wants = mine.get(name, "nothing"), theirs.get(name, "nothing")
+        has, wants = mine.get(name, "nothing"), theirs.get(name, "nothing")
+        if has != wants:
             return f"{name}: this engine has {has}, the deployment's descriptor says {wants}"
     return "the descriptors are equal"
+
+
+def _flat(members: Mapping[str, Any]) -> dict[str, Any]:
+    """Return members, and those of members that are objects by their paths."""
+    found: dict[str, Any] = {}
+    for name, value in members.items():
+        if isinstance(value, Mapping):
+            found |= {f"{name}.{inner}": each for inner, each in value.items()}
+        else:
+            found[name] = value
+    return found

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvsp_core.model_config import derive_descriptor
 from kvsp_engines.llama import (
     Array,
     Forward,
@@ -127,6 +128,18 @@ def test_the_context_is_a_limit(model: Llama) -> None:
         ("hidden_act", "gelu", "'silu'"),
         ("rope_scaling", {"type": "linear"}, "rotary positions"),
         ("hidden_size", None, "hidden_size"),
+        ("sliding_window", 64, "all tokens"),
+        ("quantization_config", {"bits": 4}, "quantized"),
+        ("partial_rotary_factor", 0.5, "rotates all"),
+        ("rope_parameters", {"partial_rotary_factor": 0.5}, "rotates all"),
+        ("rope_parameters", "default", "another type"),
+        ("vocab_size", "many", "another type"),
+        ("vocab_size", [1], "another type"),
+        ("rms_norm_eps", "small", "another type"),
+        ("hidden_size", float("inf"), "another type"),
+        ("eos_token_id", [[2]], "another type"),
+        ("num_key_value_heads", 3, "a multiple"),
+        ("num_hidden_layers", 0, "from 1 on"),
     ],
 )
 def test_a_model_the_engine_would_compute_wrongly_is_refused(member: str, value: object, says: str) -> None:
@@ -147,6 +160,25 @@ def test_a_model_the_engine_would_compute_wrongly_is_refused(member: str, value:
         members[member] = value
     with pytest.raises(ModelError, match=says):
         LlamaConfig.from_members(members)
+
+
+def test_the_base_is_the_one_that_the_descriptor_states() -> None:
+    members = {
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "hidden_size": 64,
+        "vocab_size": 100,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "rope_parameters": {"rope_theta": 500000.0},
+        "dtype": "float32",
+    }
+    stated = derive_descriptor(
+        members, model="m", weights={"w": [b""]}, tokenizer=[b""], block_tokens=16
+    ).positional
+    assert stated == f"rope;theta={LlamaConfig.from_members(members).rope_theta:.0f}"
 
 
 def test_the_fingerprint_names_the_arithmetic() -> None:

@@ -47,7 +47,7 @@ class MLAAttentionSpec(SimpleNamespace):
 
 def model_directory(directory: Path, **members: object) -> Path:
     """Write files as a model has them."""
-    directory.mkdir()
+    directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(CONFIG | members))
     (directory / "model.safetensors").write_bytes(b"weights")
     (directory / "tokenizer.json").write_bytes(b"{}")
@@ -68,6 +68,7 @@ def engine(directory: Path, **changed: Any) -> SimpleNamespace:
             "hf_overrides": {},
             "quantization": None,
             "hf_config_path": None,
+            "config_format": "auto",
             "max_model_len": 2048,
         },
         "load_config": {"load_format": "auto"},

@@ -59,6 +59,7 @@ def test_an_engine_of_another_maker_derives_the_same(directory: Path) -> None:
         ({"hf_overrides": {"rope_theta": 500000.0}}, "run_with"),
         ({"hf_overrides": {"num_experts_per_tok": 1}}, "run_with"),
         ({"hf_overrides": {"rms_norm_eps": 0.1}}, "run_with"),
+        ({"hf_overrides": {"rms_norm_eps": 0.1}}, "config"),
     ],
 )
 def test_what_changes_the_values_changes_the_descriptor(
@@ -94,6 +95,38 @@ def test_other_weights_in_the_same_place_are_another_model(directory: Path) -> N
     assert describe_engine(fakes.engine(directory)).model_digest != before.model_digest
 
 
+@pytest.mark.requirement("CD-6")
+def test_one_model_of_another_configuration_is_another_model(tmp_path: Path, key_file: Path) -> None:
+    """The weights are the same. The error names what differs."""
+    one, other = (
+        describe_engine(
+            fakes.engine(fakes.model_directory(tmp_path / name / "model", rms_norm_eps=epsilon, **more))
+        )
+        for name, epsilon, more in (("a", 1e-5, {"scale": None}), ("b", 1e-6, {}))
+    )
+    assert one.model_digest == other.model_digest
+    with pytest.raises(LocalProtocolError, match=r"^config.rms_norm_eps: this engine has 1e-06, the deploy"):
+        Sharing(other, key_file, [one])
+
+
+@pytest.mark.requirement("CD-6")
+def test_a_member_that_is_null_differs_from_one_that_is_not_there(tmp_path: Path, key_file: Path) -> None:
+    one, other = (
+        describe_engine(fakes.engine(fakes.model_directory(tmp_path / name / "model", **more)))
+        for name, more in (("a", {"sliding_window": None}), ("b", {}))
+    )
+    with pytest.raises(LocalProtocolError, match=r"^config.sliding_window: this engine has nothing, the d"):
+        Sharing(other, key_file, [one])
+
+
+def test_files_of_mistrals_own_format_are_refused(directory: Path) -> None:
+    """vLLM prefers them, where it is not told which to read."""
+    (directory / "consolidated.safetensors").write_bytes(b"weights")
+    with pytest.raises(LocalProtocolError, match="--config-format hf"):
+        describe_engine(fakes.engine(directory))
+    describe_engine(fakes.engine(directory, config_format="hf", load_format="safetensors"))
+
+
 def test_weight_files_of_one_name_are_refused(directory: Path) -> None:
     """A digest over files knows each by its name."""
     index = {"weight_map": {"x": "a/w.safetensors", "y": "b/w.safetensors"}}
@@ -122,6 +155,7 @@ def test_what_full_attention_caches_is_shared(directory: Path) -> None:
         ({"speculative_config": SimpleNamespace(method="eagle")}, "draft"),
         ({"load_format": "dummy"}, "load_format dummy"),
         ({"hf_config_path": "/elsewhere"}, "hf_config_path"),
+        ({"config_format": "mistral"}, "config_format mistral"),
         ({"weight_transfer_config": SimpleNamespace(backend="nccl")}, "weight_transfer_config"),
         ({"async_scheduling": True}, "--no-async-scheduling"),
     ],
