@@ -112,6 +112,18 @@ class _Times:
     call_ms: int
 
 
+@attrs.frozen(kw_only=True)
+class _Pace:
+    """How fast engines are, and how long a user thinks. A slow engine makes fetching worth more than
+    computing, and its sessions are there when something fails.
+    """
+
+    token_us: int
+    decode_us: int
+    thinking_us: int
+    engine_failure: float
+
+
 class SimulatedCluster:
     """A deployment that runs, with users and faults."""
 
@@ -126,6 +138,13 @@ class SimulatedCluster:
             replica_ttl_ms=random.pick((500, 2_000, 8_000)),
             lease_ms=random.pick((100, 500, 3_000)),
             call_ms=random.pick((50, 150, 500)),
+        )
+        random = self._random.split("pace")
+        self._pace = _Pace(
+            token_us=random.pick((20, 200, 2_000)),
+            decode_us=random.pick((3_000, 10_000, 30_000)),
+            thinking_us=random.pick((30_000, 200_000, 1_000_000)),
+            engine_failure=random.pick((0.0, 0.0, 0.003)) if "crash" in PROFILES[options.faults] else 0.0,
         )
         is_http2 = options.wire == "h2"
         self._carry = Http2(self._random.split("http2")) if is_http2 else Exchange
@@ -164,7 +183,7 @@ class SimulatedCluster:
             self._places,
             self._overheard,
             who.split("reshards"),
-            mean_us=1000 * mean_ms if reshards else 10**12,
+            mean_us=3_000 * mean_ms if reshards else 10**12,
         )
         for process in self.cluster.processes.values():
             process.set_clock(draw_clock(process.randomness))
@@ -177,7 +196,7 @@ class SimulatedCluster:
             self.storage_faults,
             PROFILES[options.faults],
             self.world.randomness.split("faults"),
-            mean_us=self._random.pick((20_000, 60_000, 200_000)),
+            mean_us=self._random.pick((5_000, 15_000, 50_000)),
             persisting=("controller",),
         )
 
@@ -350,7 +369,11 @@ class SimulatedCluster:
             name=host.base_uri,
             descriptor=self._descriptor,
             kind=number % KINDS,
-            speed=EngineSpeed(),
+            speed=EngineSpeed(
+                token_us=self._pace.token_us,
+                decode_us=self._pace.decode_us,
+                failure=self._pace.engine_failure,
+            ),
             randomness=host.randomness.split("engine", host.life),
             buffers=host.buffers,
             deliver=host.deliver,
@@ -437,8 +460,8 @@ class SimulatedCluster:
             index_uris=(INDEX,),
             epoch=start.wall_ms + start.life,
             copy_holder=names.holders[number % len(names.holders)] if names.holders else None,
-            prefill_tokens_per_s=50_000,
-            decode_tokens_per_s=300,
+            prefill_tokens_per_s=1_000_000 // self._pace.token_us,
+            decode_tokens_per_s=max(1, 1_000_000 // self._pace.decode_us),
             links=tuple(
                 Link(holder=holder, mbit_per_s=1_000, rtt_us=300)
                 for holder in (*_near(names.holders, number), *_near(names.instances, number + 1))
@@ -468,6 +491,7 @@ class SimulatedCluster:
             Workload(random.split("workload"), self._descriptor.block_tokens),
             random,
             count=self.options.users,
+            thinking_us=self._pace.thinking_us,
             tenants=self._scopes[:2],
             shared=self._scopes[2],
             overheard=self._overheard,

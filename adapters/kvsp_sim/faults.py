@@ -28,13 +28,15 @@ PROFILES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "network": _NETWORK,
         "processes": _PROCESSES,
         "storage": _STORAGE,
-        "all": (*_NETWORK, *_PROCESSES, *_PROCESSES, *_STORAGE),
+        "all": (*_NETWORK, *(_PROCESSES * 3), *_STORAGE),
     }
 )
 """Kinds of faults by the name of a profile. A kind that stands twice is drawn twice as often."""
 
 _MAX_OFFSET_MS: Final = 10**9
 _MAX_DRIFT_PPM: Final = 5_000
+_LONGEST_US: Final = 1_500_000
+"""A fault may last longer than anybody waits for a silent peer."""
 
 
 def draw_clock(random: Randomness) -> Clock:
@@ -70,7 +72,9 @@ class Chaos:
         self._mean_us = max(1, mean_us)
         self._spared = spared
         self._persisting = persisting
-        self._kinds = tuple(kind for kind in kinds if random.chance(0.5))
+        share = random.pick((0.2, 0.5))
+        self._kinds = tuple(kind for kind in kinds if random.chance(share))
+        self._most = random.pick((3, 8, 20))
         self._over = not self._kinds
         self._ends: list[Callable[[], None]] = []
         self._start: Mapping[str, Callable[[], None]] = {
@@ -121,13 +125,14 @@ class Chaos:
 
     def _happen(self) -> None:
         if not self._over:
-            self._start[self._random.pick(self._kinds)]()
+            if len(self._ends) < self._most:
+                self._start[self._random.pick(self._kinds)]()
             self._next()
 
     def _later(self, end: Callable[[], None]) -> None:
         """Have a fault end after a while, short or long."""
         self._ends.append(end)
-        self._world.after(self._random.spread(500, 20 * self._mean_us), self._end, end)
+        self._world.after(self._random.spread(500, _LONGEST_US), self._end, end)
 
     def _end(self, end: Callable[[], None]) -> None:
         if end in self._ends:
@@ -140,9 +145,18 @@ class Chaos:
 
     # Processes
 
+    def _serving(self) -> list[str]:
+        """Return the processes whose engines are at work: what befalls them, users have to be spared."""
+        processes = self._cluster.processes.items()
+        return [
+            name
+            for name, process in processes
+            if any(host.engine is not None and not host.engine.idle for host in process.hosts)
+        ]
+
     def _process(self) -> Process | None:
         names = [name for name in self._cluster.processes if name not in self._spared]
-        often = self._persisting if self._random.chance(0.2) else ()
+        often = self._random.pick((self._persisting, self._serving(), (), ()))
         process = self._cluster.processes[self._random.pick(often or names)]
         return process if process.up and not process.paused else None
 
@@ -193,7 +207,8 @@ class Chaos:
         self._block([(first, second), (second, first)])
 
     def _isolate(self) -> None:
-        name = self._random.pick(list(self._cluster.processes))
+        serving = self._serving() if self._random.chance(0.5) else []
+        name = self._random.pick(serving or list(self._cluster.processes))
         others = [other for other in self._cluster.processes if other != name]
         out = [(name, other) for other in others]
         into = [(other, name) for other in others]

@@ -132,7 +132,7 @@ class Operator:
                 self._about_a_session,
                 self._ask_for_a_block,
                 *(self._lease,) * 6,
-                self._attend,
+                *(self._attend,) * 3,
                 self._directive,
             )
         )()
@@ -208,11 +208,14 @@ class Operator:
                 del self._leased[next(iter(self._leased))]
 
     def _attend(self) -> None:
-        if self._overheard.maps:
-            map_id = self._random.pick(list(self._overheard.maps))
-            version = max(1, self._overheard.maps[map_id] - self._random.below(2))
-            body = AttendRequest(version=version, layer=0, queries=bytes(16))
-            self._call(self._random.pick(self._places.instances), Attend(map_id), body)
+        random, heard = self._random, self._overheard
+        if not heard.members:
+            return
+        map_id, member = random.pick(heard.members)
+        version = max(1, heard.maps.get(map_id, 1) - random.pick((0, 0, 0, 1)))
+        if random.chance(0.1):
+            member = random.pick(self._places.instances)
+        self._call(member, Attend(map_id), AttendRequest(version=version, layer=0, queries=bytes(16)))
 
     def _directive(self) -> None:
         if self._overheard.directives:

@@ -40,6 +40,8 @@ class Overheard:
     """Instance and directive that it has accepted."""
     maps: dict[str, int] = attrs.field(factory=dict)
     """Shard maps and the highest version that was decided."""
+    members: deque[tuple[str, str]] = attrs.field(factory=_recent)
+    """Shard map and a member that has acknowledged a commit of it."""
 
 
 @attrs.frozen(kw_only=True)

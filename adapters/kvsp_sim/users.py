@@ -5,7 +5,6 @@ ends.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Final
 
 import attrs
 
@@ -26,8 +25,6 @@ from kvsp_sim.workload import Wish, Workload
 
 __all__ = ["Users"]
 
-_THINKING_US: Final = 1_000_000
-
 
 @attrs.frozen
 class _Open:
@@ -37,7 +34,9 @@ class _Open:
 
 
 class Users:
-    """`count` users of a front end. `tenants` and `shared` are the scopes of the deployment."""
+    """`count` users of a front end, who think for up to `thinking_us` before each request. `tenants` and
+    `shared` are the scopes of the deployment.
+    """
 
     def __init__(
         self,
@@ -45,6 +44,7 @@ class Users:
         random: Randomness,
         *,
         count: int,
+        thinking_us: int,
         tenants: tuple[Scope, ...],
         shared: Scope,
         overheard: Overheard,
@@ -52,6 +52,7 @@ class Users:
         self._workload = workload
         self._random = random
         self._count = count
+        self._thinking_us = thinking_us
         self._tenants = tenants
         self._shared = shared
         self._overheard = overheard
@@ -73,7 +74,7 @@ class Users:
         """The front end is up: users come, after a while each."""
         self._host = host
         for user in range(self._count):
-            host.later(self._random.below(_THINKING_US), self._ask, user)
+            host.later(self._random.below(self._thinking_us), self._ask, user)
 
     def crashed(self) -> None:
         """The front end is gone: who waited for output is told so by the connection."""
@@ -142,4 +143,4 @@ class Users:
 
     def _over(self, number: int) -> None:
         opened = self._open.pop(number)
-        self._host.later(self._random.below(_THINKING_US), self._ask, opened.user)
+        self._host.later(self._random.below(self._thinking_us), self._ask, opened.user)

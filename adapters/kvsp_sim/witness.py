@@ -525,6 +525,8 @@ class Witness:
             self.observe(PlanAccepted(map_id=plan.map, version=plan.to, member=member))
             return
         version, commit = plan.decision()
+        if commit:
+            self.overheard.members.append((plan.map, member))
         self.observe(DecisionTaken(map_id=plan.map, version=version, member=member, commit=commit))
 
     def _attended(self, leg: CarriedRequest, effect: Respond, _: bytes) -> None:
