@@ -402,7 +402,9 @@ class SimulatedCluster:
         )
         settings = ControllerSettings(
             placement=placement,
-            times=SessionTimes(placed_ms=2_000, idle_ms=10_000, wait_ms=3_000, resume_ms=500, kept_ms=10_000),
+            times=SessionTimes(
+                placed_ms=2_000, idle_ms=10_000, wait_ms=3_000, resume_ms=1_000, kept_ms=10_000
+            ),
             prefetch_deadline_ms=100,
             prefetch_lease_ms=times.lease_ms,
             call_timeout_ms=times.call_ms,
@@ -526,7 +528,7 @@ class SimulatedCluster:
             descriptor=self._descriptor,
             scopes=self._scopes,
             call_ms=self._times.call_ms,
-            silence_ms=500,
+            silence_ms=300,
             placement_ms=10_000,
             patience_ms=15_000,
         )

@@ -62,12 +62,21 @@ def apply_write(stored: Stored, write: Write) -> None:
 
 
 class DurableStore:
-    """What a role persisted. Writes become durable in order, each group as a whole, after a delay."""
+    """What a role persisted. Writes become durable in order, each group as a whole, after a delay; `written`
+    is told of each group once it is.
+    """
 
-    def __init__(self, world: World, random: Randomness, faults: StorageFaults) -> None:
+    def __init__(
+        self,
+        world: World,
+        random: Randomness,
+        faults: StorageFaults,
+        written: Callable[[tuple[Write, ...]], None] = lambda _: None,
+    ) -> None:
         self._world = world
         self._random = random
         self._faults = faults
+        self._written = written
         self._pending: list[tuple[Write, ...]] = []
         self._durable: Stored = {}
         self._free_us = 0
@@ -85,16 +94,19 @@ class DurableStore:
             return
         writes = self._pending.pop(0)
         if not fails:
-            for write in writes:
-                apply_write(self._durable, write)
+            self._apply(writes)
         done(not fails)
+
+    def _apply(self, writes: tuple[Write, ...]) -> None:
+        for write in writes:
+            apply_write(self._durable, write)
+        self._written(writes)
 
     def crash(self) -> None:
         """Lose power: of the groups under way some became durable, in order, and nobody was told."""
         self._life += 1
         for writes in self._pending[: self._random.between(0, len(self._pending))]:
-            for write in writes:
-                apply_write(self._durable, write)
+            self._apply(writes)
         self._pending.clear()
         self._free_us = 0
 

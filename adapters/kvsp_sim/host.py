@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
@@ -215,7 +216,8 @@ class Host:
         self.cluster = cluster
         self.witness = cluster.witness
         self.randomness = process.randomness.split(base_uri)
-        self.store = DurableStore(self.world, self.randomness.split("store"), storage)
+        written = partial(self.witness.written, self)
+        self.store = DurableStore(self.world, self.randomness.split("store"), storage, written)
         self.tiers = {tier.name: tier for tier in tiers}
         self.life = 0
         self.role: Role | None = None
