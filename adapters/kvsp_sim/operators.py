@@ -307,6 +307,8 @@ class Resharding:
         self._random = random
         self._mean_us = mean_us
         self._maps: dict[str, _Map] = {}
+        self._over: dict[str, _Map] = {}
+        """Those that were seen to end; where that was not durable, the controller has them again."""
         self._count = 0
         self._ending = False
         self._later()
@@ -324,6 +326,7 @@ class Resharding:
     def end(self) -> None:
         """End all maps, as soon as each can be."""
         self._ending = True
+        self._maps = {**self._over, **self._maps}
 
     def unended(self) -> str:
         """Return what has not ended, or an empty string."""
@@ -350,7 +353,7 @@ class Resharding:
         current = controller.shard_map(map_id)
         if current is None:
             if split.begun:  # it has ended, or the controller stopped before it was durable
-                del self._maps[map_id]
+                self._over[map_id] = self._maps.pop(map_id)
                 return ()
             current = ShardMap(map=map_id, version=0, shards=())
         shards: tuple[Shard, ...] = ()
