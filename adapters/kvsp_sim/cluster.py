@@ -403,7 +403,7 @@ class SimulatedCluster:
         settings = ControllerSettings(
             placement=placement,
             times=SessionTimes(
-                placed_ms=2_000, idle_ms=10_000, wait_ms=3_000, resume_ms=1_000, kept_ms=10_000
+                placed_ms=2_000, idle_ms=4_000, wait_ms=3_000, resume_ms=1_000, kept_ms=10_000
             ),
             prefetch_deadline_ms=100,
             prefetch_lease_ms=times.lease_ms,
