@@ -135,7 +135,7 @@ class SimulatedCluster:
         self._leaving: list[Host] = []
         self._times = _Times(
             status_ttl_ms=random.pick((150, 300, 900)),
-            replica_ttl_ms=random.pick((500, 2_000, 8_000)),
+            replica_ttl_ms=random.pick((1_000, 2_000, 5_000)),
             lease_ms=random.pick((100, 500, 3_000)),
             call_ms=random.pick((50, 150, 500)),
         )
@@ -261,6 +261,7 @@ class SimulatedCluster:
                 behind = self.properties.one_owner.left_behind(host.base_uri)
                 why = ": it was not told what became of its ranges" if behind else ""
                 return f"{host.name} is not ready to stop{why}"
+            host.process.crash()  # as a process ends that has nothing left to do
         if self._operator.records is None:
             return "the index was not asked yet"
         return f"the index holds {self._operator.records} records" if self._operator.records else ""
@@ -403,7 +404,7 @@ class SimulatedCluster:
         settings = ControllerSettings(
             placement=placement,
             times=SessionTimes(
-                placed_ms=2_000, idle_ms=4_000, wait_ms=3_000, resume_ms=1_000, kept_ms=10_000
+                placed_ms=2_000, idle_ms=2_000, wait_ms=3_000, resume_ms=1_000, kept_ms=10_000
             ),
             prefetch_deadline_ms=100,
             prefetch_lease_ms=times.lease_ms,
