@@ -118,6 +118,8 @@ class Driver:
         self._buffers: dict[int, BlockBuffer] = {}
         self._ranges = RangeDigests()
         self._inputs: deque[Input] = deque()
+        self._of_engine: deque[tuple[Input, BlockBuffer | None]] = deque()
+        """What the engine did, in order, with the buffer that each is done with; its thread adds to it."""
         self._running = False
         self._held: deque[tuple[int, Effect]] = deque()
         self._submitted = 0
@@ -138,14 +140,26 @@ class Driver:
             self._set_timer()
 
     def handle(self, item: Input) -> None:
-        """Hand one input to the role, after those that came before, and carry out what it wants."""
+        """Hand one input to the role, after those that came before, and carry out what it wants.
+
+        What the engine did goes first, one thing at a time: a token waits for one of the blocks that a read
+        from a connection has brought, not for all of them.
+        """
         if self.stopped:
             return
         self._inputs.append(item)
+        self._take_inputs()
+
+    def _take_inputs(self) -> None:
         if self._running:
             return  # an effect led to this input; the loop below takes it when its turn comes
         self._running = True
         try:
+            if self._of_engine:
+                item, buffer = self._of_engine.popleft()
+                if buffer is not None:
+                    buffer.free()
+                self._inputs.appendleft(item)
             while self._inputs and not self.stopped:
                 self._guarded(self.role.handle, self._inputs.popleft())
         finally:
@@ -438,7 +452,7 @@ class Driver:
     def engine_events(self, events: Sequence[EngineEvent]) -> None:
         """Take in what the engine did; called in any thread."""
         for event in events:
-            self._loop.call_soon_threadsafe(partial(self.handle, event))
+            self._engine_did(event)
 
     def engine_broken(self, error: Exception) -> None:
         """Take note that the engine cannot go on; called in any thread."""
@@ -466,7 +480,15 @@ class Driver:
             outcome = _done(job, buffer)
         else:
             outcome = JobDone(job, data=result if isinstance(result, bytes) else b"")
-        self._loop.call_soon_threadsafe(partial(self._job_over, outcome, buffer))
+        self._engine_did(outcome, buffer)
+
+    def _engine_did(self, item: Input, buffer: BlockBuffer | None = None) -> None:
+        self._of_engine.append((item, buffer))
+        self._loop.call_soon_threadsafe(self._take_engine)
+
+    def _take_engine(self) -> None:
+        if self._of_engine:  # else an input from elsewhere has taken it along
+            self._take_inputs()
 
 
 def _tier_work(

@@ -9,7 +9,8 @@ come (partial); what completes later than that is listed as loaded where it beca
 changes how the directive ended.
 
 Few blocks load at a time, the earliest deadline first, so that loading does not get in the way of requests
-(PF-2). What two directives want is loaded once. Loaded blocks stay pinned until the request comes, or for
+(PF-2); while requests run and none waits for a directive, in the main one by one with pauses between (see
+`prefetch_queue`). What two directives want is loaded once. Loaded blocks stay pinned until the request comes, or for
 ``lease_ms`` after the directive has ended.
 """
 
@@ -35,6 +36,7 @@ from kvsp_core.registries import RAW_CODEC
 __all__ = [
     "TABLE",
     "Accepted",
+    "Awaited",
     "CancelLookup",
     "DirectiveState",
     "Effect",
@@ -53,6 +55,7 @@ __all__ = [
     "PublishBlock",
     "Rejected",
     "RequestArrived",
+    "RequestsRun",
     "Submit",
     "Timer",
     "Unpin",
@@ -118,6 +121,20 @@ class RequestArrived:
 
 
 @attrs.frozen
+class Awaited:
+    """The request that a directive is for is here, and waits until the directive has ended (PF-4)."""
+
+    directive: str
+
+
+@attrs.frozen
+class RequestsRun:
+    """Whether requests run here, whose tokens loading would delay."""
+
+    running: bool
+
+
+@attrs.frozen
 class Withdraw:
     """Nobody wants this directive any more: stop loading for it, let go of what it pins, forget it."""
 
@@ -130,7 +147,16 @@ class Timer:
 
 
 Event: TypeAlias = (
-    Submit | LookupAnswered | LookupFailed | LoadReport | Evicted | RequestArrived | Withdraw | Timer
+    Submit
+    | LookupAnswered
+    | LookupFailed
+    | LoadReport
+    | Evicted
+    | RequestArrived
+    | Awaited
+    | RequestsRun
+    | Withdraw
+    | Timer
 )
 
 
@@ -220,7 +246,7 @@ _ABSENT, _PENDING = DirectiveState.ABSENT, DirectiveState.PENDING
 _ENDED = (DirectiveState.PARTIAL, DirectiveState.COMPLETE, DirectiveState.FAILED)
 _EVENTS: Final = (
     *(Submit, LookupAnswered, LookupFailed, LoadReport),
-    *(Evicted, RequestArrived, Withdraw, Timer),
+    *(Evicted, RequestArrived, Awaited, RequestsRun, Withdraw, Timer),
 )
 
 TABLE: Final = Table(
@@ -234,6 +260,8 @@ TABLE: Final = Table(
             **dict.fromkeys(_EVENTS, to(_PENDING, *_ENDED)),
             Submit: to(_PENDING),
             RequestArrived: to(_PENDING),
+            Awaited: to(_PENDING),
+            RequestsRun: to(_PENDING),
             Withdraw: to(_ABSENT),
         },
         # A terminal state stays until the directive is forgotten.
@@ -280,6 +308,7 @@ class Frozen:
     queue: prefetch_queue.Frozen
     ended: tuple[str, ...]
     next_order: int
+    running: bool
 
 
 class PrefetchTable:
@@ -294,6 +323,9 @@ class PrefetchTable:
         self._pending_blocks = 0
         self.pending = 0
         """How many directives are being worked on."""
+        self._awaited = 0
+        """How many of those their requests wait for."""
+        self._running = False
         self._ended: dict[str, None] = {}
         self._kept_blocks = 0
         self._queue = LoadQueue(self.limits.concurrent_loads, self._codecs)
@@ -350,6 +382,11 @@ class PrefetchTable:
 
     def next_deadline_ms(self) -> int | None:
         """Return when `Timer` is next due, or None."""
+        due = (self._next_due_ms(), self._queue.next_deadline_ms())
+        return min((due_ms for due_ms in due if due_ms is not None), default=None)
+
+    def _next_due_ms(self) -> int | None:
+        """Return when something happens to a directive by itself, or None."""
         while self._deadlines:
             due_ms, order, name = self._deadlines[0]
             directive = self._directives.get(name)
@@ -387,6 +424,10 @@ class PrefetchTable:
             case RequestArrived(request_ref):
                 for name in self._by_ref.get(request_ref, ()):
                     self._unpin_all(self._directives[name], emit)
+            case Awaited(name):
+                self._await(name)
+            case RequestsRun(running):
+                self._running = running
             case Withdraw(name):
                 self._withdraw(name, emit)
             case Timer():
@@ -400,13 +441,13 @@ class PrefetchTable:
         match event:
             case Submit(directive=message):
                 return self.state_of(message.directive)
-            case LookupAnswered(name) | LookupFailed(name) | Withdraw(name):
+            case LookupAnswered(name) | LookupFailed(name) | Awaited(name) | Withdraw(name):
                 return self.state_of(name)
             case _:
                 return _ABSENT
 
     def _time_passed(self, emit: _Emit) -> None:
-        while (due_ms := self.next_deadline_ms()) is not None and due_ms <= self._now_ms:
+        while (due_ms := self._next_due_ms()) is not None and due_ms <= self._now_ms:
             directive = self._directives[heapq.heappop(self._deadlines)[2]]
             if directive.pending:
                 self._end(directive, DirectiveState.PARTIAL, emit)
@@ -497,6 +538,7 @@ class PrefetchTable:
     def _end(self, directive: Directive, state: DirectiveState, emit: _Emit) -> None:
         directive.state = state
         self.pending -= 1
+        self._awaited -= directive.awaited
         self._pending_blocks -= len(directive.blocks)
         if directive.stop_looking():
             emit(CancelLookup(directive.name))
@@ -515,6 +557,12 @@ class PrefetchTable:
         self._kept_blocks += len(directive.blocks)
         while self._kept_blocks > self.limits.kept_blocks and len(self._ended) > 1:
             self._forget(self._directives[next(iter(self._ended))], emit)
+
+    def _await(self, name: str) -> None:
+        directive = self._directives.get(name)
+        if directive is not None and directive.pending and not directive.awaited:
+            directive.awaited = True
+            self._awaited += 1
 
     def _withdraw(self, name: str, emit: _Emit) -> None:
         directive = self._directives.get(name)
@@ -560,7 +608,8 @@ class PrefetchTable:
 
     def _start_loads(self, emit: _Emit) -> None:
         """Start what may load now (PF-2)."""
-        while (job := self._queue.next_job()) is not None:
+        self._queue.spare_requests(self._running and not self._awaited, self._now_ms)
+        while (job := self._queue.next_job(self._now_ms)) is not None:
             self._advance(job, load.Start(), emit)
 
     def _advance(self, job: int, event: load.Event, emit: _Emit) -> None:
@@ -627,6 +676,7 @@ class PrefetchTable:
             queue=self._queue.freeze(now_ms),
             ended=tuple(self._ended),
             next_order=self._next_order,
+            running=self._running,
         )
 
     @classmethod
@@ -637,6 +687,7 @@ class PrefetchTable:
             directive = Directive.thaw(of_directive, now_ms)
             self._enter(directive)
             self.pending += directive.pending
+            self._awaited += directive.pending and directive.awaited
             self._pending_blocks += len(directive.blocks) if directive.pending else 0
             self._kept_blocks += 0 if directive.pending else len(directive.blocks)
             for key in directive.loaded if directive.pinned else ():
@@ -644,6 +695,7 @@ class PrefetchTable:
         self._queue.thaw(frozen.queue, self._directives, now_ms)
         self._ended = dict.fromkeys(frozen.ended)
         self._next_order = frozen.next_order
+        self._running = frozen.running
         return self
 
 

@@ -48,6 +48,8 @@ class Directive:
     state: DirectiveState = DirectiveState.PENDING
     deadline_ms: int
     """When loading stops."""
+    awaited: bool = False
+    """Whether its request is here and waits for it."""
     pins_until_ms: int = 0
     forget_at_ms: int = 0
     pinned: bool = True

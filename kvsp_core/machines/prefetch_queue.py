@@ -3,6 +3,10 @@
 What several directives want is loaded once. The blocks of the directive whose deadline is earliest come
 first, those of one directive in prefix order, and few are under way at a time. What comes of it for a
 directive is `prefetch.PrefetchTable`'s.
+
+While requests are to be spared, a block begins when none is under way and as much time has passed since as
+the last one took. It begins without that when an even share of half the time that its directive has is over,
+so that a directive with little time meets its deadline, and one whose source hangs goes on.
 """
 
 from __future__ import annotations
@@ -55,6 +59,8 @@ class Frozen:
     jobs: tuple[tuple[int, str, load.Frozen], ...]
     ready: tuple[tuple[int, int, int, str], ...]
     next_job: int
+    sparing: tuple[int, int] | None
+    """While requests are spared: when the last block began, and since when none is under way."""
 
 
 class LoadQueue:
@@ -68,6 +74,9 @@ class LoadQueue:
         # Whose turn it is: deadline, order and place, key. An entry may be of a block that is gone or begun.
         self._ready: list[tuple[int, int, int, str]] = []
         self._next_job = 0
+        self._sparing = False
+        # While requests are spared: when the last block began, and since when none is under way.
+        self._began_ms = self._idle_ms = 0
         self.running = 0
         """How many blocks are being loaded or stored."""
 
@@ -99,6 +108,8 @@ class LoadQueue:
 
     def claim(self, directive: Directive, key: str, records: tuple[ReplicaRecord, ...]) -> None:
         """A directive waits for a block, which these records are of."""
+        if not self._wanted:
+            self._began_ms = self._idle_ms = 0
         wanted = self._wanted.setdefault(key, _Wanted())
         wanted.claims[directive.name] = _Claim(directive, records)
         if wanted.job is None:
@@ -129,15 +140,37 @@ class LoadQueue:
 
     # Loads
 
-    def next_job(self) -> int | None:
-        """Begin with the next block, as far as may be; return the job, which wants `Start`."""
-        while self._ready and self.running < self._concurrent_loads:
-            key = heapq.heappop(self._ready)[-1]
-            if self._waits(key):
-                return self._begin(key, self._wanted[key])
-        return None
+    def spare_requests(self, sparing: bool, now_ms: int) -> None:
+        """Begin to spare requests, or do so no more."""
+        if sparing != self._sparing:
+            self._sparing = sparing
+            self._began_ms = self._idle_ms = now_ms
 
-    def _begin(self, key: str, wanted: _Wanted) -> int:
+    def next_job(self, now_ms: int) -> int | None:
+        """Begin with the next block, as far as may be; return the job, which wants `Start`."""
+        while self._ready and not self._waits(self._ready[0][-1]):
+            heapq.heappop(self._ready)
+        begins_ms = self.next_deadline_ms()
+        if begins_ms is None or now_ms < begins_ms:
+            return None
+        key = heapq.heappop(self._ready)[-1]
+        return self._begin(key, self._wanted[key], now_ms)
+
+    def next_deadline_ms(self) -> int | None:
+        """Return when the next block begins, which may have passed; None where there is none, or too many are
+        under way."""
+        due_ms, _, _, key = self._ready[0] if self._ready else (0, 0, 0, "")
+        if not self._waits(key) or self.running >= self._concurrent_loads:
+            return None
+        if not self._sparing:
+            return 0
+        left = len(next(iter(self._wanted[key].claims.values())).directive.waiting)
+        share_over_ms = self._began_ms + (due_ms - self._began_ms) // (2 * max(1, left))
+        if self.running:
+            return share_over_ms
+        return min(share_over_ms, self._idle_ms + (self._idle_ms - self._began_ms))
+
+    def _begin(self, key: str, wanted: _Wanted, now_ms: int) -> int:
         claim = next(iter(wanted.claims.values()))
         directive, message = claim.directive, claim.directive.message
         fetching = Retrieval(
@@ -153,6 +186,8 @@ class LoadQueue:
         self._next_job += 1
         self._jobs[wanted.job] = (key, BlockLoad(fetching, lease_ms=message.lease_ms))
         self.running += 1
+        if self._sparing:
+            self._began_ms = now_ms
         return wanted.job
 
     def advance(self, job: int, event: load.Event, now_ms: int) -> Step:
@@ -165,6 +200,8 @@ class LoadQueue:
         if was_over or block_load.state is not load.LoadState.OVER:
             return Step(key=key, effects=effects)
         self.running -= 1
+        if self._sparing and not self.running:
+            self._idle_ms = now_ms
         wanted = self._wanted.pop(key)
         given_up: tuple[str, ...] = ()
         for effect in effects:
@@ -195,7 +232,13 @@ class LoadQueue:
             jobs=tuple((number, key, each.freeze(now_ms)) for number, (key, each) in self._jobs.items()),
             ready=tuple((due - now_ms, order, place, key) for due, order, place, key in sorted(self._ready)),
             next_job=self._next_job,
+            sparing=self._freeze_sparing(now_ms),
         )
+
+    def _freeze_sparing(self, now_ms: int) -> tuple[int, int] | None:
+        if not self._sparing:
+            return None
+        return (self._began_ms - now_ms, self._idle_ms - now_ms) if self._wanted else (0, 0)
 
     def thaw(self, frozen: Frozen, directives: Mapping[str, Directive], now_ms: int) -> None:
         """Take over what `freeze` made a value of. This one must be new."""
@@ -207,3 +250,6 @@ class LoadQueue:
             self.running += of_job.state is not load.LoadState.OVER
         self._ready = [(due + now_ms, order, place, key) for due, order, place, key in frozen.ready]
         self._next_job = frozen.next_job
+        if frozen.sparing is not None:
+            self._sparing = True
+            self._began_ms, self._idle_ms = (now_ms + distance for distance in frozen.sparing)

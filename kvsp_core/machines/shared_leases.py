@@ -249,7 +249,7 @@ class SharedLeases:
         number = self._covering.get((holder, key))
         lease = None if number is None else self._leases[number]
         if number is None or lease is None or not self._serves(lease, now_ms):
-            ahead = (k for k in event.ahead if k != key and not self._is_served(holder, k, now_ms))
+            ahead = (k for k in event.ahead if k != key and not self.is_served(holder, k, now_ms))
             return self._ask(holder, {event.load: key}, ahead, event.ttl_ms, now_ms)
         lease.ahead.pop(key, None)
         if lease.lease is None:
@@ -262,7 +262,8 @@ class SharedLeases:
     def _serves(lease: _Lease, now_ms: int) -> bool:
         return lease.lease is None or now_ms < lease.fresh_until_ms
 
-    def _is_served(self, holder: str, key: str, now_ms: int) -> bool:
+    def is_served(self, holder: str, key: str, now_ms: int) -> bool:
+        """Return whether a lease that is held or asked for will do for a load that begins now."""
         number = self._covering.get((holder, key))
         return number is not None and self._serves(self._leases[number], now_ms)
 

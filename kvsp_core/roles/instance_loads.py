@@ -298,7 +298,9 @@ class Loads:
             case prefetch_load.AcquireLease(holder, ttl_ms):
                 # Longer is granted nowhere, and what takes longer has a new lease asked for on the way.
                 ttl_ms = min(ttl_ms, MAX_LEASE_TTL_MS)
-                ahead = self.table.next_from(job, holder, self._leases.room_at(holder))
+                ahead: tuple[str, ...] = ()
+                if not self._leases.is_served(holder, key, now_ms):
+                    ahead = self.table.next_from(job, holder, self._leases.room_at(holder))
                 want = shared_leases.Want(load=job, holder=holder, block_key=key, ttl_ms=ttl_ms, ahead=ahead)
                 self._lease(self._leases.handle(want, now_ms), now_ms)
             case prefetch_load.ReleaseLease(holder):

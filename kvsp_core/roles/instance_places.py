@@ -130,6 +130,7 @@ class Places:
         names = tuple(self._held(session, index) or own for index, own in enumerate(copy_as))
         self._imports.begin((session.name, session.run), session.sequence, names, copy_as)
         self._let_prompt_go(session)
+        self._prefetches.handle(prefetch.RequestsRun(True), now_ms)
         if session.request_ref is not None:
             self._prefetches.handle(prefetch.RequestArrived(session.request_ref), now_ms)
 
@@ -178,3 +179,5 @@ class Places:
             del self._sequences[session.sequence]
             session.sequence, session.started = None, False
             self._admit(now_ms)
+            if not self._sequences:
+                self._prefetches.handle(prefetch.RequestsRun(False), now_ms)

@@ -21,7 +21,7 @@ from kvsp_core.errors import RemoteProtocolError
 from kvsp_core.ext_messages import OutputEnd, OutputRequest
 from kvsp_core.identity import CompatibilityDescriptor, Scope
 from kvsp_core.limits import MAX_INSTANCE_SESSIONS
-from kvsp_core.machines import output, resume
+from kvsp_core.machines import output, prefetch, resume
 from kvsp_core.messages import CheckpointRecorded, ResumeRequest
 from kvsp_core.problems import (
     BAD_REQUEST,
@@ -374,6 +374,7 @@ class Sessions:
             # PF-4: the prefix that is being loaded is used, at the deadline at the latest.
             self._awaited.setdefault(pending, []).append(session.name)
             session.awaits = pending
+            self._prefetches.handle(prefetch.Awaited(pending), now_ms)
         else:
             self._places.enqueue(session, now_ms)
 

@@ -47,7 +47,10 @@ class Prefetching(RuleBasedStateMachine):
         self.stores: dict[int, str] = {}
 
     def handle(self, event: Any) -> None:
-        for effect in self.table.handle(event, self.now_ms):
+        effects = self.table.handle(event, self.now_ms)
+        due_ms = self.table.next_deadline_ms()
+        assert due_ms is None or due_ms > self.now_ms, "a timer that is due at once would never end"
+        for effect in effects:
             match effect:
                 case m.Lookup(name, keys):
                     assert len(keys) <= LIMITS.lookup_keys
@@ -175,6 +178,15 @@ class Prefetching(RuleBasedStateMachine):
     def request_arrives(self, reference: str) -> None:
         self.handle(m.RequestArrived(reference))
 
+    @rule(running=st.booleans())
+    def requests_run(self, running: bool) -> None:
+        self.handle(m.RequestsRun(running))
+
+    @precondition(lambda self: self.seen)
+    @rule(data=st.data())
+    def request_waits(self, data: st.DataObject) -> None:
+        self.handle(m.Awaited(data.draw(st.sampled_from(sorted(self.seen)))))
+
     @rule(later_ms=st.integers(0, 250))
     def time_passes(self, later_ms: int) -> None:
         self.now_ms += later_ms
@@ -237,7 +249,7 @@ class Prefetching(RuleBasedStateMachine):
                 self.handle(m.LoadReport(self.stores.popitem()[0], load.StoreFailed()))
         self.now_ms += 10_000
         self.handle(m.Timer())
-        self.handle(m.Timer())
+        self.handle(m.RequestsRun(False))
         assert self.leases == set(), "a lease was never released"
         assert self.pinned == set()
         assert self.table.pending == self.table.loads == 0

@@ -682,6 +682,17 @@ def test_an_import_hands_over_the_layers(world: World) -> None:
     assert b"".join(world.engine.layers) == SECTIONS
 
 
+@pytest.mark.requirement("PF-2")
+def test_what_the_engine_did_goes_between_what_a_connection_has_brought(world: World) -> None:
+    world.driver.engine_events([Prefilled(3), Prefilled(4)])
+    received = [JobDone(1), JobDone(2), JobDone(3)]
+    for item in received:
+        world.driver.handle(item)
+    assert world.role.inputs == [Prefilled(3), received[0], Prefilled(4), *received[1:]]
+    world.loop.run()
+    assert world.role.told(Prefilled) == [Prefilled(3), Prefilled(4)]
+
+
 def test_engine_events_come_in_the_loop(world: World) -> None:
     world.driver.engine_events([Prefilled(3)])
     assert world.role.told(Prefilled) == []

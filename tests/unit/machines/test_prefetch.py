@@ -13,6 +13,7 @@ from kvsp_core.machines import prefetch_load as load
 from kvsp_core.machines.prefetch import (
     TABLE,
     Accepted,
+    Awaited,
     CancelLookup,
     DirectiveState,
     Effect,
@@ -29,6 +30,7 @@ from kvsp_core.machines.prefetch import (
     PublishBlock,
     Rejected,
     RequestArrived,
+    RequestsRun,
     Submit,
     Timer,
     Unpin,
@@ -410,6 +412,86 @@ def test_few_blocks_load_at_a_time_and_the_earliest_deadline_goes_first() -> Non
     assert sorted(world.jobs().values()) == [1, 2, 9]
 
 
+# Requests are spared
+
+
+def spared(*numbers: int, **changes: Any) -> World:
+    """A table whose directive waits to load these blocks while requests run; the first has begun."""
+    world = World()
+    world.handle(RequestsRun(True))
+    world.handle(directive(*numbers, **{"deadline_ms": 8000, **changes}))
+    world.look_up(*numbers)
+    return world
+
+
+@pytest.mark.requirement("PF-2")
+def test_while_requests_run_blocks_load_one_by_one_and_requests_have_as_much_time_between() -> None:
+    world = spared(1, 2, 3)
+    assert sorted(world.jobs().values()) == [1]
+    world.now_ms += 7
+    world.load(1)
+    assert world.table.loads == 0
+    assert world.table.next_deadline_ms() == world.now_ms + 7
+    assert world.handle(Timer(), after_ms=6) == ()
+    world.handle(Timer(), after_ms=1)
+    assert sorted(world.jobs().values()) == [1, 2]
+    world.load(2)
+    assert sorted(world.jobs().values()) == [1, 2, 3]
+
+
+@pytest.mark.requirement("PF-2")
+def test_when_no_request_runs_any_more_blocks_load_as_many_as_may() -> None:
+    world = spared(1, 2, 3)
+    world.handle(RequestsRun(False))
+    assert world.table.loads == 3
+
+
+@pytest.mark.requirement("PF-2", "PF-4")
+def test_a_directive_that_its_request_waits_for_is_not_held_up() -> None:
+    world = spared(1, 2, 3)
+    world.handle(directive(8, 9, name="d2", deadline_ms=9000))
+    world.look_up(8, 9, name="d2")
+    world.handle(Awaited("d2"))
+    world.handle(Awaited("d2"))
+    assert sorted(world.jobs().values()) == [1, 2, 3, 8, 9]
+    for number in (8, 9):
+        world.load(number)
+    world.handle(directive(5, 6, name="d3"))
+    world.look_up(5, 6, name="d3")
+    assert not {5, 6} & set(world.jobs().values())
+
+
+@pytest.mark.requirement("PF-4")
+def test_a_block_whose_share_of_the_time_is_over_does_not_wait_for_the_one_before() -> None:
+    world = spared(1, 2, 3, 4)
+    assert world.table.next_deadline_ms() == NOW + 8000 // 8
+    world.handle(Timer(), after_ms=1000)
+    assert sorted(world.jobs().values()) == [1, 2]
+    world.handle(directive(9, name="urgent", deadline_ms=40))
+    world.look_up(9, name="urgent")
+    assert world.table.next_deadline_ms() == world.now_ms + 20
+    world.handle(Timer(), after_ms=20)
+    assert sorted(world.jobs().values()) == [1, 2, 9]
+
+
+@pytest.mark.requirement("PF-2", "PF-4")
+@pytest.mark.parametrize("load_ms", [1, 10, 50, 100, 200])
+def test_a_deadline_is_met_although_requests_run(load_ms: int) -> None:
+    world = spared(*range(16), deadline_ms=1000)
+    ends: dict[int, int] = {}
+    while world.state() is PENDING:
+        for number in world.jobs().values():
+            ends.setdefault(number, world.now_ms + load_ms)
+        due_ms = world.table.next_deadline_ms()
+        assert due_ms is not None
+        world.now_ms = min(due_ms, *(end for end in ends.values() if end > world.now_ms), NOW + 1000)
+        for number in [number for number, end in ends.items() if end == world.now_ms]:
+            world.load(number)
+        world.handle(Timer())
+    assert world.state() is COMPLETE
+    assert world.now_ms < NOW + 1000
+
+
 def test_what_two_directives_want_is_loaded_once() -> None:
     world = World()
     world.handle(directive(1))
@@ -592,6 +674,18 @@ def test_a_frozen_table_goes_on_where_it_stood() -> None:
     assert again.freeze(77_050) == world.table.freeze(world.now_ms)
 
 
+def test_a_frozen_table_spares_requests_as_before() -> None:
+    world = spared(1, 2, 3)
+    world.now_ms += 7
+    world.load(1)
+    frozen = world.table.freeze(world.now_ms)
+    again = PrefetchTable.thaw(frozen, 77_000)
+    assert again.freeze(77_000) == frozen
+    assert again.next_deadline_ms() == 77_007
+    assert again.handle(Timer(), 77_007) == world.handle(Timer(), after_ms=7) != ()
+    assert again.freeze(77_007) == world.table.freeze(world.now_ms)
+
+
 # Legality
 
 
@@ -630,6 +724,8 @@ EVENTS = {
         LoadReport(1, load.LeaseGranted(H1, "L")),
         Evicted(key(1)),
         RequestArrived("ref"),
+        Awaited("d1"),
+        RequestsRun(True),
         Withdraw("d1"),
         Timer(),
     )

@@ -9,7 +9,7 @@ from kvsp_core.block_keys import block_keys
 from kvsp_core.bodies import decode
 from kvsp_core.ext_messages import AttendRequest, OutputEnd, OutputRequest
 from kvsp_core.index_parts import IndexParts
-from kvsp_core.limits import MAX_LEASE_TTL_MS
+from kvsp_core.limits import MAX_CONCURRENT_LOADS, MAX_LEASE_TTL_MS
 from kvsp_core.messages import (
     DirectiveStatus,
     FetchRange,
@@ -576,6 +576,25 @@ def test_a_prefetch_asks_nothing_of_the_engine_and_delays_no_admitted_request() 
     world.load(*key_of(other))
     commands = [effect for effect in world.seen if isinstance(effect, engine.EngineCommand)]
     assert [type(command) for command in commands] == [engine.StartSequence]
+
+
+@pytest.mark.requirement("PF-2", "PF-4")
+@pytest.mark.parametrize("then", ["the request ends", "another waits for them"])
+def test_while_a_request_runs_blocks_load_one_by_one_until(then: str) -> None:
+    world = World()
+    world.begin(PROMPT)
+    other = tuple(range(50))
+    world.ask(PC, PrefetchBlocks(), directive(*key_of(other), request_ref="another"))
+    world.answer_lookups(*key_of(other))
+    world.grant_leases()
+    assert len(world.calls(GetBlock)) == 1
+    if then == "the request ends":
+        world.do(engine.SequenceEnded(world.sequence(), "length"))
+        world.acknowledge_checkpoints()
+    else:
+        world.begin(other, session="6f1d0a9e-2c55-4d7e-9a0e-5b7f2f9f6a12", request_ref="another")
+        world.acknowledge_checkpoints()
+    assert len(world.calls(GetBlock)) == MAX_CONCURRENT_LOADS
 
 
 @pytest.mark.requirement("PF-3", "PF-4")
