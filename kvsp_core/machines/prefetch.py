@@ -9,9 +9,9 @@ come (partial); what completes later than that is listed as loaded where it beca
 changes how the directive ended.
 
 Few blocks load at a time, the earliest deadline first, so that loading does not get in the way of requests
-(PF-2); while requests run and none waits for a directive, in the main one by one with pauses between (see
-`prefetch_queue`). What two directives want is loaded once. Loaded blocks stay pinned until the request comes, or for
-``lease_ms`` after the directive has ended.
+(PF-2); while requests run and none waits for a directive, one by one with pauses between, as far as deadlines
+allow (see `prefetch_queue`). What two directives want is loaded once. Loaded blocks stay pinned until the
+request comes, or for ``lease_ms`` after the directive has ended.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Whether a prefetch delays a request that is being served: the gaps between its tokens with and without.
 
-Real processes: an instance decodes for a user, and is told meanwhile to load the blocks of documents that
-another instance has computed. The gaps are those that the user sees at the front end.
+Real processes: an instance is told to load the blocks of documents that another instance has computed, first
+while nobody wants anything of it, then while it decodes for a user. The gaps are those that the user sees at
+the front end; the sampler is greedy, so that no token waits for a checkpoint.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import itertools
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from statistics import fmean, quantiles
 from string import ascii_lowercase
 
+import attrs
 import openai
 
 from kvsp_core.block_keys import block_keys
@@ -29,11 +31,27 @@ from tests.bench import Row, row
 __all__ = ["rows"]
 
 CONTEXT = 4096
-OUTPUT = 1_500
-DOCUMENTS = 12
-"""Each is loaded by a directive of its own, while one output runs; between them nothing is loaded."""
-DOCUMENT_TOKENS = 3_000
+OUTPUT = 3_000
+PROMPT = "q"
+"""A greedy output of the tiny model that goes on for long."""
+DOCUMENTS = 9
+"""Each is loaded by a directive of its own; between those while the output runs nothing is loaded."""
+ALONE = 3
+"""How many of them are loaded before the output begins."""
+DOCUMENT_TOKENS = 1_500
 WAIT_S = 120
+
+
+@attrs.frozen
+class _Measured:
+    without: list[float]
+    """Seconds between tokens while nothing is loaded."""
+    during: list[float]
+    alone: float
+    """Seconds for a block while nobody decodes."""
+    meanwhile: float
+    blocks: int
+    """How many were loaded meanwhile."""
 
 
 def rows() -> Iterator[Row]:
@@ -42,18 +60,25 @@ def rows() -> Iterator[Row]:
         model = Path(directory) / "tiny"
         prepare_tiny(model, context=CONTEXT)
         with Cluster(Path(directory) / "cluster", model) as cluster:
-            without, during, blocks = _measure(cluster)
-    yield row("prefetch.blocks_loaded_meanwhile", blocks, "blocks")
-    yield row("prefetch.gaps_measured_meanwhile", len(during), "gaps")
-    yield row("prefetch.token_gap_without", 1000 * fmean(without), "ms")
-    yield row("prefetch.token_gap_with", 1000 * fmean(during), "ms")
-    yield row("prefetch.token_gap.with_vs_without", fmean(during) / fmean(without), "ratio")
-    last = [quantiles(gaps, n=100)[-1] for gaps in (during, without)]
-    yield row("prefetch.token_gap_p99.with_vs_without", last[0] / last[1], "ratio")
+            measured = _measure(cluster)
+    yield row("prefetch.blocks_loaded_meanwhile", measured.blocks, "blocks")
+    yield row("prefetch.gaps_measured_meanwhile", len(measured.during), "gaps")
+    without, during = _figures(measured.without), _figures(measured.during)
+    for name in without:
+        yield row(f"prefetch.token_gap_{name}_without", 1000 * without[name], "ms")
+        yield row(f"prefetch.token_gap_{name}_with", 1000 * during[name], "ms")
+        yield row(f"prefetch.token_gap_{name}.with_vs_without", during[name] / without[name], "ratio")
+    yield row("prefetch.block_alone", 1000 * measured.alone, "ms")
+    yield row("prefetch.block_meanwhile", 1000 * measured.meanwhile, "ms")
+    yield row("prefetch.block.meanwhile_vs_alone", measured.meanwhile / measured.alone, "ratio")
 
 
-def _measure(cluster: Cluster) -> tuple[list[float], list[float], int]:
-    """Return the gaps without a prefetch and during one, and how many blocks were loaded."""
+def _figures(gaps: list[float]) -> dict[str, float]:
+    cuts = quantiles(gaps, n=100)
+    return {"mean": fmean(gaps), "p50": cuts[49], "p99": cuts[98]}
+
+
+def _measure(cluster: Cluster) -> _Measured:
     source, target = INSTANCES[:2]
     codec = TextCodec(cluster.model_dir)
     documents = [f"{letter} " * (DOCUMENT_TOKENS // 2) for letter in ascii_lowercase[:DOCUMENTS]]
@@ -64,25 +89,38 @@ def _measure(cluster: Cluster) -> tuple[list[float], list[float], int]:
         _directive(cluster, source, codec, document, number) for number, document in enumerate(documents)
     ]
     _only(cluster, target)
+    alone = [_load(cluster, target, directive) for directive in directives[:ALONE]]
     times: list[float] = []
     spans: list[tuple[float, float]] = []
-    user = threading.Thread(target=_answer, args=(cluster, "a", OUTPUT, times))
+    user = threading.Thread(target=_answer, args=(cluster, PROMPT, OUTPUT, times))
     user.start()
-    wait_until(lambda: len(times) > OUTPUT // 10, WAIT_S, "the first tokens")
-    for directive in directives:
+    wait_until(lambda: len(times) > OUTPUT // 20, WAIT_S, "the first tokens")
+    for directive in directives[ALONE:]:
+        span = _load(cluster, target, directive)
         if not user.is_alive():
             break
-        began = time.monotonic()
-        _load(cluster, target, directive)
-        spans.append((began, time.monotonic()))
-        time.sleep(spans[-1][1] - began)  # as long without a prefetch
+        spans.append(span)
+        time.sleep(span[1] - span[0])  # as long without a prefetch
     user.join()
-    without, during = [], []
+    blocks = [len(directive.blocks) for directive in directives]
+    meanwhile = blocks[ALONE : ALONE + len(spans)]
+    without: list[float] = []
+    during: list[float] = []
     for before, after in itertools.pairwise(times):
         (during if any(began < after and before < end for began, end in spans) else without).append(
             after - before
         )
-    return without, during, sum(len(directive.blocks) for directive in directives[: len(spans)])
+    return _Measured(
+        without=without,
+        during=during,
+        alone=_seconds(alone) / sum(blocks[:ALONE]),
+        meanwhile=_seconds(spans) / sum(meanwhile),
+        blocks=sum(meanwhile),
+    )
+
+
+def _seconds(spans: Iterable[tuple[float, float]]) -> float:
+    return sum(end - began for began, end in spans)
 
 
 def _only(cluster: Cluster, name: str) -> None:
@@ -95,7 +133,7 @@ def _answer(cluster: Cluster, text: str, tokens: int, times: list[float] | None 
     """Have a text continued; note when each piece comes."""
     client = openai.OpenAI(api_key="-", base_url=cluster.api_url, max_retries=0, timeout=WAIT_S)
     stream = client.completions.create(
-        model=cluster.model_dir.name, prompt=text, max_tokens=tokens, temperature=0.7, seed=1, stream=True
+        model=cluster.model_dir.name, prompt=text, max_tokens=tokens, temperature=0, stream=True
     )
     for _ in stream:
         if times is not None:
@@ -118,9 +156,10 @@ def _directive(
     )
 
 
-def _load(cluster: Cluster, target: str, directive: PrefetchDirective) -> None:
-    """Have an instance load blocks ahead, and wait until it has."""
+def _load(cluster: Cluster, target: str, directive: PrefetchDirective) -> tuple[float, float]:
+    """Have an instance load blocks ahead, wait until it has, and return when that began and was over."""
     controller, uri = cluster.as_("controller"), cluster.uris[target]
+    began = time.monotonic()
     expect_success(uri, controller.ask(uri, PrefetchBlocks(), directive))
 
     def over() -> bool:
@@ -128,3 +167,4 @@ def _load(cluster: Cluster, target: str, directive: PrefetchDirective) -> None:
         return status.state != "pending"
 
     wait_until(over, WAIT_S, "the blocks to be loaded")
+    return began, time.monotonic()
