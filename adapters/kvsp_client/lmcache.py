@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -81,12 +82,19 @@ class KVSPL2Adapter(L2AdapterInterface):
             except Exception:
                 logger.exception("a %s failed", kind)
                 result = failed
-            with self._lock:
-                self._results[kind][number] = result
-            self._notifiers[kind].notify()
+            self._say(kind, number, result)
 
-        self._threads[kind].submit(run)
+        try:
+            self._threads[kind].submit(run)
+        except RuntimeError:  # it was closed
+            self._say(kind, number, failed)
         return number
+
+    def _say(self, kind: str, number: int, result: Any) -> None:
+        with self._lock:
+            self._results[kind][number] = result
+        if kind in self._notifiers:
+            self._notifiers[kind].notify()
 
     def _take(self, kind: str, number: int) -> Any:
         with self._lock:
@@ -174,7 +182,8 @@ class KVSPL2Adapter(L2AdapterInterface):
         (salt,) = salts
         scope = salted_scope(self._backend.scope_key, salt) if salt else Scope(self._backend.scope_key)
         names = (
-            f"{key.model_name}@{key.kv_rank}@{key.object_group_id}@".encode() + key.chunk_hash for key in keys
+            json.dumps([key.model_name, key.kv_rank, key.object_group_id]).encode() + key.chunk_hash
+            for key in keys
         )
         return object_keys(scope, self._backend.descriptor, names)
 
@@ -205,7 +214,8 @@ class KVSPL2Adapter(L2AdapterInterface):
         for threads in self._threads.values():
             threads.shutdown(wait=True, cancel_futures=True)
         self._backend.client.close()
-        for notifier in self._notifiers.values():
+        notifiers, self._notifiers = self._notifiers, {}
+        for notifier in notifiers.values():
             notifier.close()
 
 

@@ -5,30 +5,37 @@
         "module_path": "kvsp_client.sglang", "class_name": "KVSPStorage", "interface_v1": 1, "kvsp": {...}}'
 
 A page is a block, read from and written to SGLang's host memory without a copy, so its layout is one in
-which a layer of a page is in one piece: ``layer_first`` or ``page_first_direct``.
+which a layer of a page is in one piece: ``layer_first`` or ``page_first_direct``. Nothing that goes wrong
+here is an exception there: what did not come is a miss, and what was not expected is logged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
 
 from kvsp_client.backend_settings import Backend, BackendSettings, checked
+from kvsp_client.errors import ClientError
 from kvsp_client.memory import Sections
 from kvsp_client.object_names import object_keys
-from kvsp_core.errors import KVSPError, LocalProtocolError
+from kvsp_core.errors import LocalProtocolError
 from kvsp_core.identity import Scope
 from kvsp_core.layout import Array
 from kvsp_core.prefix import PrefixKeys
 
 __all__ = ["KVSPStorage"]
 
+T = TypeVar("T")
+
 _NAMES: Final = "sglang-page-hash"
 _LAYER_FIRST: Final = "layer_first"
 _PAGE_FIRST: Final = "page_first_direct"
+
+logger = logging.getLogger("sglang.kvsp")
 
 
 class KVSPStorage(HiCacheStorage):
@@ -75,7 +82,8 @@ class KVSPStorage(HiCacheStorage):
                 " of a page is in one piece"
             )
         memory: Array = pool.kv_buffer.view(torch.uint8).numpy()
-        if pool.dtype.itemsize * pool.head_dim != memory.shape[-1] or memory.nbytes == 0:
+        sizes = pool.dtype.itemsize * pool.head_dim, memory.nbytes > 0, memory.flags.c_contiguous
+        if sizes != (memory.shape[-1], True, True):
             raise LocalProtocolError("SGLang's host memory is not as its pool says")
         if pool.page_size * pool.head_num * memory.shape[-1] != backend.section_bytes:
             raise LocalProtocolError(
@@ -96,10 +104,22 @@ class KVSPStorage(HiCacheStorage):
         octets: memoryview = section.reshape(-1).data  # in one piece, so this is no copy
         return octets
 
-    def _sections(self, host_indices: torch.Tensor) -> Sections:
-        """Return where the pages are whose tokens have these places in SGLang's memory."""
+    def _sections(self, host_indices: torch.Tensor, pages: int) -> Sections:
+        """Return where so many pages are whose tokens have these places in SGLang's memory.
+
+        Raises `LocalProtocolError` where they are not whole pages: what is written there would be others'.
+        """
         assert self._backend is not None
-        starts: list[int] = host_indices[:: self._backend.descriptor.block_tokens].tolist()
+        assert self._memory is not None
+        size, places = self._backend.descriptor.block_tokens, host_indices.tolist()
+        tokens = self._memory.shape[1] * size if self._by_page else self._memory.shape[2]
+        starts: list[int] = places[::size]
+        for number, start in enumerate(starts):
+            page = places[number * size : (number + 1) * size]
+            if start % size or start < 0 or page != list(range(start, min(start + size, tokens))):
+                raise LocalProtocolError("these places in SGLang's memory are not those of a page")
+        if len(places) != pages * size:
+            raise LocalProtocolError("there are not as many places in SGLang's memory as pages have tokens")
         return lambda page, layer: (
             self._section(starts[page], layer, 0),
             self._section(starts[page], layer, 1),
@@ -110,41 +130,55 @@ class KVSPStorage(HiCacheStorage):
         names = (bytes.fromhex(key) for key in keys)
         return object_keys(Scope(self._backend.scope_key), self._backend.descriptor, names)
 
+    @staticmethod
+    def _attempt(work: Callable[[], T], failed: T) -> T:
+        """Return what comes of it, or `failed`: SGLang's threads end with an exception."""
+        try:
+            return work()
+        except ClientError:
+            return failed  # of a peer, and counted
+        except Exception:
+            logger.exception("pages were left out")
+            return failed
+
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """Return of how many leading pages there are replicas."""
-        assert self._backend is not None
-        try:
+
+        def exist() -> int:
+            assert self._backend is not None
             return len(self._backend.client.lookup(self._keys(keys)))
-        except KVSPError:
-            return 0
+
+        return self._attempt(exist, 0)
 
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Fetch pages into host memory; what has not come, and all after it, is False."""
-        assert self._backend is not None
-        try:
-            got = self._backend.load(self._keys(keys), self._sections(host_indices))
-        except KVSPError:
-            got = 0
+
+        def load() -> int:
+            assert self._backend is not None
+            return self._backend.load(self._keys(keys), self._sections(host_indices, len(keys)))
+
+        got = self._attempt(load, 0)
         return [number < got for number in range(len(keys))]
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Store pages from host memory; one that is there already counts as stored."""
-        assert self._backend is not None
-        try:
+
+        def store() -> list[bool]:
+            assert self._backend is not None
             result = self._backend.client.store(
                 self._backend.cache_server,
                 self._keys(keys),
-                self._sections(host_indices),
+                self._sections(host_indices, len(keys)),
                 deadline_ms=self._backend.timeout_ms,
             )
-        except KVSPError:
-            return [False] * len(keys)
-        failed = {block for block, _ in result.failed}
-        return [number not in failed for number in range(len(keys))]
+            failed = {block for block, _ in result.failed}
+            return [number not in failed for number in range(len(keys))]
+
+        return self._attempt(store, [False] * len(keys))
 
     def exists(self, key: str) -> bool:
         """Return whether there is a replica of a page."""

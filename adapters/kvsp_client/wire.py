@@ -14,6 +14,7 @@ import anyio
 import attrs
 import sniffio
 
+from kvsp_client.certificates import FollowedCredentials
 from kvsp_client.errors import Refused, Unavailable
 from kvsp_core.answers import read_answer
 from kvsp_core.errors import RemoteProtocolError
@@ -86,13 +87,13 @@ class Exchange:
 
 
 class Wire:
-    """Requests to roles over the connections of one network, with one certificate."""
+    """Requests to roles over the connections of one network, with one certificate, which may be renewed."""
 
     def __init__(
         self, network: Any, credentials: Credentials, *, pool_limits: PoolLimits | None = None
     ) -> None:
         self._network = network
-        self._credentials = credentials
+        self._credentials = FollowedCredentials(credentials)
         self._pool_limits = pool_limits
         self._pools: dict[str, Pool] = {}
 

@@ -17,12 +17,18 @@ __all__ = ["METHODS", "check_sampler", "draw"]
 
 METHODS: Final = ("greedy", "top-p")
 """The sampling methods of this engine: the names that go into a checkpoint."""
+_PARAMETERS: Final = ("p", "temperature", "max_tokens", "stop")
 
 
 def check_sampler(sampler: Sampler) -> None:
     """Raise `LocalProtocolError` where this engine cannot draw with a sampler."""
     if sampler.method not in METHODS:
         raise LocalProtocolError(f"sampler method is not one of {', '.join(METHODS)}")
+    for name in sampler.params:
+        if name not in _PARAMETERS:  # leaving it out would draw other tokens than were asked for
+            raise LocalProtocolError(
+                f"sampler.params has members this engine does not know; it knows {', '.join(_PARAMETERS)}"
+            )
     if sampler.method == "top-p":
         _top_p_parameters(sampler.params)
     most = sampler.params.get("max_tokens", 1)

@@ -67,8 +67,9 @@ class Peer:
 class Credentials:
     """A role's certificate and key, and the authorities whose certificates it accepts, from PEM files.
 
-    `reload` reads the files again; connections that are open go on with what they began with. Without
-    `require_client_certificate` a server takes anybody: for tests and measurements only.
+    `reload` reads the files again, `renew` where they have changed; connections that are open go on with what
+    they began with. Without `require_client_certificate` a server takes anybody: for tests and measurements
+    only.
     Raises `CredentialsError`.
     """
 
@@ -82,6 +83,7 @@ class Credentials:
     ) -> None:
         self._files = (certificate, key, authorities)
         self._require = require_client_certificate
+        self._state = self._look()
         self._server, self._client = self._load()
 
     def reload(self) -> None:
@@ -91,8 +93,13 @@ class Credentials:
     @staticmethod
     def reload_all(several: Iterable[Credentials]) -> None:
         """Do so for all of these; where the files of one cannot be used, nothing changes for any."""
-        for credentials, (server, client) in [(one, one._load()) for one in several]:
-            credentials._server, credentials._client = server, client
+        for credentials, state, (server, client) in [(one, one._look(), one._load()) for one in several]:
+            credentials._state, credentials._server, credentials._client = state, server, client
+
+    def renew(self) -> None:
+        """Do so where the files are not those that were read; where they cannot be used, nothing changes."""
+        if self._look() != self._state:
+            self.reload()
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -106,6 +113,15 @@ class Credentials:
     def dial(self, base_uri: str) -> TLSConnection:
         """Return the client's end of a new connection to the role at a base URI."""
         return TLSConnection(self._client, server_side=False, base_uri=base_uri)
+
+    def _look(self) -> tuple[object, ...]:
+        """Return what tells one state of the files from another."""
+        found: list[object] = []
+        for path in self._files:
+            with contextlib.suppress(OSError):
+                status = path.stat()
+                found.append((path, status.st_ino, status.st_size, status.st_mtime_ns))
+        return tuple(found)
 
     def _load(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
         server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -169,12 +169,12 @@ async def serve_api(
     host: str,
     port: int,
     on_trio: bool,
-    listening: Callable[[], None],
+    listening: Callable[[int], None],
     stopping: Callable[[], Awaitable[Any]],
 ) -> None:
     """Serve an application until `stopping` returns, in plain HTTP. Raises `KVSPError` where it cannot.
 
-    `listening` is called once connections are taken.
+    `listening` is told the port once connections are taken.
     """
     from hypercorn.config import Config
 
@@ -187,7 +187,7 @@ async def serve_api(
             " stop what listens there, or set api_port"
         ) from None
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    listening()
+    listening(int(sock.getsockname()[1]))
     settings = Config()
     settings.bind = [f"fd://{sock.detach()}"]
     settings.graceful_timeout = 3

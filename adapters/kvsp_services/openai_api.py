@@ -10,19 +10,21 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
-from types import MappingProxyType
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import anyio
 import anyio.to_thread
 import attrs
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
+from kvsp_services.openai_requests import Asked, GenerationRequest, Reader, Refusal, Tokenizer
 from kvsp_services.request_log import request_id_of
 
 __all__ = [
@@ -32,48 +34,21 @@ __all__ = [
     "GenerationEvent",
     "GenerationRequest",
     "Started",
-    "Text",
-    "TextSink",
     "Token",
     "make_app",
 ]
 
 MAX_BODY_BYTES: Final = 4 << 20
+MAX_BODIES_BYTES: Final = 64 << 20
+"""All bodies that are being received or read; what is more costs large ones."""
 LARGE_BODY_BYTES: Final = 32 << 10
 """From here on a body is turned into tokens in a thread."""
-MAX_STOPS: Final = 4
-MAX_STOP_CHARS: Final = 200
-DEFAULT_MAX_TOKENS: Final = 256
+LARGE_BODIES: Final = 2
+"""So many at a time: what a body holds takes many times its octets while it is read."""
+BODY_S: Final = 60.0
+"""How long a body may take to arrive."""
 CLIENT_GONE: Final = 499
 """What nobody receives."""
-_PLAIN: Final[Mapping[str, object]] = MappingProxyType(
-    {
-        "n": 1,
-        "best_of": 1,
-        "echo": False,
-        "suffix": "",
-        "logprobs": None,
-        "logit_bias": {},
-        "presence_penalty": 0,
-        "frequency_penalty": 0,
-        "response_format": {"type": "text"},
-        "tools": [],
-        "functions": [],
-    }
-)
-"""Members that would change the answer and are not supported, each with the value that asks for nothing."""
-
-
-@attrs.frozen(kw_only=True)
-class GenerationRequest:
-    """What the front-end role is asked for."""
-
-    prompt: tuple[int, ...] = attrs.field(repr=False)
-    method: str
-    params: Mapping[str, float | int]
-    seed: int = attrs.field(repr=False)
-    traceparent: str | None = None
-    """What the request belongs to."""
 
 
 @attrs.frozen
@@ -112,49 +87,10 @@ Generate: TypeAlias = Callable[
 """Starts a generation; leaving the context cancels what is left of it."""
 
 
-class TextSink(Protocol):
-    """Tokens in, text out."""
-
-    def push(self, token: int) -> str:
-        """Take a token in; return the text that is now certain."""
-        ...
-
-    def finish(self) -> str:
-        """Return the text that was held back."""
-        ...
-
-
-class Text(Protocol):
-    """A tokenizer and chat template. Both ways to tokens raise `ValueError` where there is none."""
-
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a text."""
-        ...
-
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """Return the tokens of a conversation."""
-        ...
-
-    def stream(self) -> TextSink:
-        """Return a sink for one answer."""
-        ...
-
-
-class _Refusal(Exception):
-    """A request that is answered with an error of OpenAI's form."""
-
-    def __init__(self, status: int, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        self.response = JSONResponse(
-            {"error": {"message": message, "type": kind, "param": param, "code": None}}, status
-        )
-
-
 def make_app(
     *,
     model: str,
-    text: Text,
+    text: Tokenizer,
     generate: Generate,
     context_tokens: int,
     vocabulary: int,
@@ -164,35 +100,38 @@ def make_app(
     answer, `vocabulary` how many different ones there are. `belongs_to` takes the field ``traceparent`` of a
     request and returns what it belongs to, whose trace id the client is told as ``x-request-id``.
     """
-    api = _Api(model, text, generate, context_tokens, vocabulary, belongs_to)
+    reader = Reader(model, text, context_tokens, vocabulary)
+    api = _Api(model, text, generate, reader, belongs_to)
     return Starlette(
+        exception_handlers={HTTPException: _refused},
         routes=[
             Route("/v1/completions", api.completions, methods=["POST"]),
             Route("/v1/chat/completions", api.chat, methods=["POST"]),
             Route("/v1/models", api.models, methods=["GET"]),
-        ]
+        ],
     )
 
 
-@attrs.frozen(kw_only=True)
-class _Asked:
-    """One request, read and checked."""
+async def _refused(request: Request, error: Exception) -> Response:
+    """Answer for another path or method in the form of every other error."""
+    assert isinstance(error, HTTPException)
+    response = Refusal(
+        error.status_code,
+        f"{error.detail}; this server has /v1/completions, /v1/chat/completions and /v1/models",
+    ).response
+    response.headers.update(error.headers or {})
+    return response
 
-    chat: bool
-    generation: GenerationRequest
-    stops: tuple[str, ...]
-    stream: bool
-    usage_in_stream: bool
 
-
-@attrs.frozen
+@attrs.define(eq=False)
 class _Api:
     _model: str
-    _text: Text
+    _text: Tokenizer
     _generate: Generate
-    _context_tokens: int
-    _vocabulary: int
+    _reader: Reader
     _belongs_to: Callable[[str | None], str]
+    _held_bytes: int = 0
+    _turns: anyio.CapacityLimiter = attrs.field(factory=lambda: anyio.CapacityLimiter(LARGE_BODIES))
 
     async def models(self, request: Request) -> Response:
         """Answer the list of models: one."""
@@ -210,115 +149,66 @@ class _Api:
     async def _answer(self, request: Request, *, chat: bool) -> Response:
         belongs_to = self._belongs_to(request.headers.get("traceparent"))
         try:
-            octets = await _body(request)
-            if len(octets) < LARGE_BODY_BYTES:
-                asked = self._read(octets, chat, belongs_to)
-            else:  # tokens of a long text take seconds, in which others want to be served
-                asked = await anyio.to_thread.run_sync(self._read, octets, chat, belongs_to)
+            asked = await self._asked(request, chat, belongs_to)
             answer = self._streamed(asked) if asked.stream else self._whole(asked)
             response = await _while_connected(request, answer)
-        except _Refusal as refusal:
+        except Refusal as refusal:
             response = refusal.response
+        except ClientDisconnect:
+            response = Response(status_code=CLIENT_GONE)
         response.headers["x-request-id"] = request_id_of(belongs_to) or ""
         return response
 
     # Reading
 
-    def _read(self, octets: bytes | bytearray, chat: bool, belongs_to: str) -> _Asked:
-        body = _json_object(octets)
-        if body.get("model", self._model) != self._model:
-            raise _Refusal(404, f"no such model; this server has {self._model}", "model")
-        for name, plain in _PLAIN.items():
-            if body.get(name, plain) not in (plain, None, False, 0):
-                raise _Refusal(400, f"{name} is not supported; leave it out", name)
-        prompt = self._prompt(body, chat)
-        name = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
-        most = _number(body, name, DEFAULT_MAX_TOKENS, 1, self._context_tokens, whole=True)
-        if len(prompt) >= self._context_tokens:
-            raise _Refusal(
-                400, f"the prompt has {len(prompt)} tokens, the context {self._context_tokens}", "prompt"
-            )
-        temperature = _number(body, "temperature", 1, 0, 2)
-        params: dict[str, float | int] = {"max_tokens": int(min(most, self._context_tokens - len(prompt)))}
-        if temperature > 0:
-            params |= {"p": _number(body, "top_p", 1, 0.000001, 1), "temperature": temperature}
-        stops = body.get("stop") or []
-        stops = [stops] if isinstance(stops, str) else stops
-        if (
-            not isinstance(stops, list)
-            or len(stops) > MAX_STOPS
-            or not all(isinstance(s, str) and 0 < len(s) <= MAX_STOP_CHARS for s in stops)
-        ):
-            said = (
-                f"stop must be a string or at most {MAX_STOPS} strings, of 1 to {MAX_STOP_CHARS} characters"
-            )
-            raise _Refusal(400, said, "stop")
-        options = body.get("stream_options") or {}
-        return _Asked(
-            chat=chat,
-            generation=GenerationRequest(
-                prompt=prompt,
-                method="top-p" if temperature > 0 else "greedy",
-                params=params,
-                seed=int(_number(body, "seed", secrets.randbits(63), -(2**63), 2**63 - 1, whole=True)),
-                traceparent=belongs_to,
-            ),
-            stops=tuple(stops),
-            stream=bool(body.get("stream")),
-            usage_in_stream=isinstance(options, dict) and bool(options.get("include_usage")),
-        )
-
-    def _prompt(self, body: Mapping[str, Any], chat: bool) -> tuple[int, ...]:
-        if not chat:
-            prompt = body.get("prompt")
-            if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
-                if not all(0 <= token < self._vocabulary for token in prompt):
-                    raise _Refusal(400, f"a token is from 0 to {self._vocabulary - 1}", "prompt")
-                return tuple(prompt)
-            if not isinstance(prompt, str) or not prompt:
-                raise _Refusal(400, "prompt must be a text or an array of tokens", "prompt")
-            try:
-                return self._text.encode(prompt)
-            except ValueError:
-                raise _Refusal(400, "prompt is not a text that has tokens", "prompt") from None
-        messages = body.get("messages")
-        if not isinstance(messages, list) or not messages:
-            raise _Refusal(400, "messages must be an array with at least one message", "messages")
-        plain = []
-        for index, message in enumerate(messages):
-            role = message.get("role") if isinstance(message, dict) else None
-            content = message.get("content") if isinstance(message, dict) else None
-            if isinstance(content, list):
-                parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
-                content = (
-                    "".join(str(part.get("text", "")) for part in parts)
-                    if len(parts) == len(content)
-                    else None
-                )
-            if not isinstance(role, str) or not isinstance(content, str):
-                raise _Refusal(400, f"messages[{index}] must have a role and a text", "messages")
-            plain.append({"role": role, "content": content})
+    async def _asked(self, request: Request, chat: bool, belongs_to: str) -> Asked:
+        kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+        if kind != "application/json":  # a page of a foreign site may send anything else without asking
+            raise Refusal(415, "the body must be of type application/json; say so in content-type")
+        octets = bytearray()
         try:
-            return self._text.encode_chat(plain)
-        except ValueError:
-            raise _Refusal(400, "messages are not what the model's template takes", "messages") from None
+            await self._receive(request, octets)
+            if len(octets) < LARGE_BODY_BYTES:
+                return self._reader.read(octets, chat, belongs_to)
+            # Tokens of a long text take seconds, in which others want to be served.
+            read, turns = self._reader.read, self._turns
+            return await anyio.to_thread.run_sync(read, octets, chat, belongs_to, limiter=turns)
+        finally:
+            self._held_bytes -= len(octets)
+
+    async def _receive(self, request: Request, octets: bytearray) -> None:
+        """Add the body to octets, which count as held from then on."""
+        said = f"the body has more than {MAX_BODY_BYTES} octets"
+        length = request.headers.get("content-length", "")
+        if length.isdecimal() and int(length[:20]) > MAX_BODY_BYTES:
+            raise Refusal(413, said)
+        with anyio.move_on_after(BODY_S):
+            async for piece in request.stream():
+                octets += piece
+                self._held_bytes += len(piece)
+                if len(octets) > MAX_BODY_BYTES:
+                    raise Refusal(413, said)
+                if self._held_bytes > MAX_BODIES_BYTES and len(octets) >= LARGE_BODY_BYTES:
+                    raise Refusal(503, "too much is being received; ask again")
+            return
+        raise Refusal(408, f"the body did not come within {BODY_S:g} s")
 
     # Answering
 
-    async def _whole(self, asked: _Asked) -> Response:
+    async def _whole(self, asked: Asked) -> Response:
         pieces: list[str] = []
         answer = _Answer(self._model, asked)
         async for piece in self._pieces(asked, answer):
             pieces.append(piece)
         return JSONResponse(answer.whole("".join(pieces)))
 
-    async def _streamed(self, asked: _Asked) -> Response:
+    async def _streamed(self, asked: Asked) -> Response:
         answer = _Answer(self._model, asked)
         pieces = self._pieces(asked, answer)
         # The first piece decides between an error and a stream.
         first = await anext(pieces, "")
 
-        async def events() -> AsyncIterator[str]:
+        async def events() -> AsyncGenerator[str, None]:
             try:
                 yield answer.event(first, role=True)
                 async for piece in pieces:
@@ -327,17 +217,13 @@ class _Api:
                 yield answer.event("", finish=True)
                 if asked.usage_in_stream:
                     yield answer.usage_event()
-            except _Refusal as refusal:
+            except Refusal as refusal:
                 yield f"data: {bytes(refusal.response.body).decode()}\n\n"
-            finally:
-                await pieces.aclose()
             yield "data: [DONE]\n\n"
 
-        return StreamingResponse(
-            events(), media_type="text/event-stream", headers={"cache-control": "no-store"}
-        )
+        return _Stream(events(), pieces)
 
-    async def _pieces(self, asked: _Asked, answer: _Answer) -> AsyncGenerator[str, None]:
+    async def _pieces(self, asked: Asked, answer: _Answer) -> AsyncGenerator[str, None]:
         """Yield the text of the answer as it becomes certain; `answer` counts along."""
         sink = self._text.stream()
         cutter = _StopCutter(asked.stops)
@@ -352,12 +238,33 @@ class _Api:
                         if cutter.stopped:
                             return
                     case Ended(reason):
-                        answer.finish_reason = reason
-                        yield cutter.push(sink.finish()) + cutter.finish()
+                        last = cutter.push(sink.finish()) + cutter.finish()
+                        answer.finish_reason = "stop" if cutter.stopped else reason
+                        yield last
                         return
                     case Failed(status, detail):
-                        raise _Refusal(status, detail)
-        raise _Refusal(502, "the answer broke off; ask again")
+                        raise Refusal(status, detail)
+        raise Refusal(502, "the answer broke off; ask again")
+
+
+class _Stream(StreamingResponse):
+    """Events as they come. However the response ends, begun or not, the generation behind it is left."""
+
+    def __init__(self, events: AsyncGenerator[str, None], pieces: AsyncGenerator[str, None]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
+        self._generators = (events, pieces)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self.leave()
+
+    async def leave(self) -> None:
+        """Give up what has not been sent."""
+        with anyio.CancelScope(shield=True):
+            for generator in self._generators:
+                await generator.aclose()
 
 
 class _StopCutter:
@@ -394,7 +301,7 @@ class _StopCutter:
 class _Answer:
     """The documents of one answer, in OpenAI's forms."""
 
-    def __init__(self, model: str, asked: _Asked) -> None:
+    def __init__(self, model: str, asked: Asked) -> None:
         self._chat = asked.chat
         self._prompt_tokens = len(asked.generation.prompt)
         self._common = {"id": f"cmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
@@ -435,56 +342,28 @@ class _Answer:
 
 async def _while_connected(request: Request, answer: Coroutine[None, None, Response]) -> Response:
     """Return the answer, or give up making it as soon as its client has gone."""
-    refusal: _Refusal | None = None
-    response = Response(status_code=CLIENT_GONE)
+    refusal: Refusal | None = None
+    made: Response | None = None
+    gone = False
     async with anyio.create_task_group() as tasks:
 
         async def watch() -> None:
+            nonlocal gone
             while (await request.receive())["type"] != "http.disconnect":
                 pass
+            gone = True
             tasks.cancel_scope.cancel()
 
         tasks.start_soon(watch)
         try:
-            response = await answer
-        except _Refusal as error:
+            made = await answer
+        except Refusal as error:
             refusal = error
         tasks.cancel_scope.cancel()
+    if gone or made is None:
+        if isinstance(made, _Stream):  # nobody would tell it again that there is nobody
+            await made.leave()
+        made = Response(status_code=CLIENT_GONE)
     if refusal is not None:
         raise refusal
-    return response
-
-
-async def _body(request: Request) -> bytearray:
-    octets = bytearray()
-    async for piece in request.stream():
-        octets += piece
-        if len(octets) > MAX_BODY_BYTES:
-            raise _Refusal(413, f"the body has more than {MAX_BODY_BYTES} octets")
-    return octets
-
-
-def _json_object(octets: bytes | bytearray) -> Mapping[str, Any]:
-    try:
-        body = json.loads(octets)
-    except (ValueError, RecursionError):
-        raise _Refusal(400, "the body is not JSON") from None
-    if not isinstance(body, dict):
-        raise _Refusal(400, "the body must be a JSON object")
-    return body
-
-
-def _number(
-    body: Mapping[str, Any], name: str, default: float, low: float, high: float, *, whole: bool = False
-) -> float:
-    value = body.get(name)
-    if value is None:
-        return default
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int if whole else int | float)
-        or not low <= value <= high
-    ):
-        kind = "a whole number" if whole else "a number"
-        raise _Refusal(400, f"{name} must be {kind} from {low:g} to {high:g}", name)
-    return value
+    return made

@@ -230,7 +230,7 @@ class RunningRole:
             stopping=process.stopping.wait,
         )
 
-    def _api_listens(self) -> None:
+    def _api_listens(self, port: int) -> None:
         self.api_listens = True
 
     @property

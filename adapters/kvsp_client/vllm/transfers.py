@@ -148,12 +148,12 @@ class Transfers:
                 self._count["loads_left_out"] += 1
                 self._lost(load, 0)
                 continue
-            memory = self._memory.take(load.prefix.keys.descriptor, len(load.prefix))
             try:
+                memory = self._memory.take(load.prefix.keys.descriptor, len(load.prefix))
                 fetch = self._client.start_fetch(
                     load.prefix, memory.sections, deadline_ms=self._load_timeout_ms
                 )
-            except KVSPError:
+            except (KVSPError, MemoryError):
                 self._lost(load, 0)
                 continue
             self._loading.append(_Loading(load, memory, fetch, len(load.blocks)))
@@ -245,7 +245,11 @@ class Transfers:
         if self._queued_bytes + size > self._store_queue_bytes:
             self._count["stores_left_out"] += count
             return
-        memory, shape = self._memory.take(descriptor, count), (count, *self._shape)
+        try:
+            memory, shape = self._memory.take(descriptor, count), (count, *self._shape)
+        except MemoryError:
+            self._count["stores_left_out"] += count
+            return
         if self._queued_bytes + memory.octets.nbytes > self._store_queue_bytes:  # used again, it is larger
             self._memory.give_back(memory)
             self._count["stores_left_out"] += count

@@ -19,7 +19,7 @@ from kvsp_client.testing import Served, serve_cache
 from kvsp_core.errors import LocalProtocolError
 from kvsp_core.prefix import PrefixKeys
 from tests.adapters.backends import stand_ins
-from tests.adapters.backends.stand_ins import SCOPE, SCOPE_KEY, chunk, key, page_pool
+from tests.adapters.backends.stand_ins import SCOPE, SCOPE_KEY, Tensor, chunk, key, page_pool
 from tests.adapters.services.cluster import until
 from tests.adapters.vllm_connector.fakes import CONFIG, model_directory
 
@@ -197,6 +197,68 @@ def test_sglang_goes_on_without_a_cache_server(settings: dict[str, Any]) -> None
     made.close()
 
 
+def test_sglang_memory_that_is_not_in_one_piece_is_refused(settings: dict[str, Any]) -> None:
+    """What is fetched would go into a copy, and SGLang be told that it is there."""
+    made = pool()
+    made.kv_buffer = Tensor(np.repeat(made.kv_buffer.array, 2, axis=2)[:, :, ::2])
+    with pytest.raises(LocalProtocolError, match="not as its pool says"):
+        storage(settings, made)
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first_direct"])
+@pytest.mark.parametrize(
+    "places",
+    [
+        np.arange(TOKENS - 1),
+        np.arange(TOKENS + 1),
+        np.arange(2 * TOKENS),
+        np.arange(1, TOKENS + 1),
+        np.arange(TOKENS)[::-1],
+        np.arange(-TOKENS, 0),
+        np.arange(4 * TOKENS, 5 * TOKENS),
+        np.arange(0),
+    ],
+    ids=str,
+)
+def test_sglang_places_that_are_not_those_of_pages_are_left_alone(
+    settings: dict[str, Any], layout: str, places: np.ndarray
+) -> None:
+    made = pool(layout)
+    before = fill(made).copy()
+    backend = storage(settings, made)
+    key = b"odd places".hex().ljust(64, "0")
+    assert backend.batch_set_v1([key], np.arange(TOKENS)) == [True]
+    assert until(lambda: backend.exists(key))
+    assert backend.batch_set_v1([key], places) == [False]
+    assert backend.batch_get_v1([key], places) == [False]
+    np.testing.assert_array_equal(made.kv_buffer.array.view(np.uint16), before)
+    backend.close()
+
+
+@pytest.mark.parametrize("keys", [["no hash"], ["0" * 63], [""], [None], [7]], ids=str)
+def test_sglang_keys_that_are_none_are_misses(settings: dict[str, Any], keys: list[Any]) -> None:
+    backend = storage(settings, pool())
+    assert backend.batch_exists(keys) == 0
+    assert backend.batch_get_v1(keys, np.arange(TOKENS)) == [False]
+    if keys != [""]:  # which is a name like any other
+        assert backend.batch_set_v1(keys, np.arange(TOKENS)) == [False]
+    assert backend.batch_exists([]) == 0
+    assert backend.batch_get_v1([], np.arange(0)) == backend.batch_set_v1([], np.arange(0)) == []
+    backend.close()
+
+
+def test_sglang_goes_on_in_any_order_of_calls(settings: dict[str, Any]) -> None:
+    """Before its memory is registered, and after it was closed, twice."""
+    early, late = storage(settings), storage(settings, pool())
+    for _ in range(2):
+        early.close()
+        late.close()
+    for made in (early, late):
+        assert made.batch_exists(["0" * 64]) == 0
+        assert made.batch_get_v1(["0" * 64], np.arange(TOKENS)) == [False]
+        assert made.batch_set_v1(["0" * 64], np.arange(TOKENS)) == [False]
+
+
 # LMCache
 
 
@@ -288,6 +350,46 @@ def test_lmcache_is_told_of_what_cannot_be_done_at_all(adapter: Callable[..., An
     assert not stored(made, [key(9)], [broken])
     assert loaded(made, [key(9)], [broken]) == [False]
     assert looked_up(made, [SimpleNamespace(cache_salt="")]) == [False]
+
+
+def test_lmcache_is_told_also_after_it_was_closed(adapter: Callable[..., Any]) -> None:
+    made = adapter()
+    made.close()
+    numbers = [
+        made.submit_store_task([key(9)], []),
+        made.submit_lookup_and_lock_task([key(9)], {}),
+        made.submit_load_task([key(9)], []),
+    ]
+    assert not made.pop_completed_store_tasks()[numbers[0]].is_successful()
+    assert not made.query_lookup_and_lock_result(numbers[1]).test(0)
+    assert not made.query_load_result(numbers[2]).test(0)
+    made.close()
+
+
+def test_lmcache_memory_that_is_not_in_one_piece_or_read_only_is_a_miss(adapter: Callable[..., Any]) -> None:
+    made = adapter()
+    whole = chunk(LAYERS, TOKENS, HEADS * DIM, 5)
+    assert stored(made, [key(11)], [whole])
+    assert until(lambda: looked_up(made, [key(11)]) == [True])
+    scattered, fixed = (chunk(LAYERS, TOKENS, HEADS * DIM, 0) for _ in range(2))
+    scattered.byte_array = memoryview(np.zeros(2 * scattered.array.nbytes, np.uint8))[::2]
+    fixed.byte_array = fixed.byte_array.toreadonly()
+    for each in (scattered, fixed):
+        assert loaded(made, [key(11)], [each]) == [False]
+    assert not fixed.array.any()
+    assert loaded(made, [key(11)], [chunk(LAYERS, TOKENS, HEADS * DIM, 0)]) == [True]
+
+
+def test_lmcache_names_do_not_run_into_each_other(adapter: Callable[..., Any]) -> None:
+    made = adapter()
+
+    def name(model: str, rank: int, chunk_hash: bytes) -> Any:
+        each = key(0, rank=rank)
+        each.model_name, each.chunk_hash = model, chunk_hash
+        return each
+
+    one, other = name("m@1", 0, b"hash"), name("m", 1, b"0@hash")
+    assert made._names([one]).keys != made._names([other]).keys
 
 
 def test_lmcache_lookups_do_not_wait_for_stores(adapter: Callable[..., Any]) -> None:

@@ -142,6 +142,10 @@ def test_a_paused_sequence_computes_but_draws_nothing(engine: NumpyEngine) -> No
             {"sampler": Sampler(method="top-p", params={"p": 0}, seed=1, step=0, deterministic=False)},
             r"sampler\.params\.p must be",
         ),
+        (
+            {"sampler": Sampler(method="top-p", params={"top_k": 5}, seed=1, step=0, deterministic=False)},
+            r"members this engine does not know; it knows p, temperature",
+        ),
     ],
 )
 def test_a_sequence_the_engine_cannot_run_is_refused(

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from kvsp_client import ClientClosed, LayersWithdrawn, MissReason, PrefixKeys, StoreOutcome
+from kvsp_client.memory import MemoryPool
 from kvsp_client.vllm.engine_descriptor import describe_engine
 from kvsp_client.vllm.layout import CacheLayout, Geometry, split
 from kvsp_client.vllm.schedule import PAUSE_S, Load, Plan, Store
@@ -205,6 +206,20 @@ def test_memory_is_used_again_once_nothing_uses_it(world: World) -> None:
     world.run(Plan())
     world.run(Plan(loads=(world.load(5, 2), world.load(3, 4))))
     assert {memory_of(fetch.sections) for fetch in world.client.fetches[3:]} == {stored, meanwhile}
+
+
+def test_without_memory_blocks_are_computed_and_not_stored(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def take(*arguments: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(MemoryPool, "take", take)
+    plan = Plan(loads=(world.load(5, 2),))
+    assert world.run(plan) == {5, 2}
+    world.run(Plan(stores=(Store(world.keys(2), (1, 2)),)))
+    assert world.count["stores_left_out"] == 2
+    assert world.client.jobs == []
 
 
 def test_blocks_are_loaded_into_their_places(world: World) -> None:
