@@ -199,9 +199,11 @@ class Holder:
     # The role
 
     def start(self, now_ms: int) -> tuple[Effect, ...]:
-        """Find out what the tiers hold; until then requests for blocks are put off."""
+        """Find out what the tiers hold; until then requests for blocks are put off, and nothing is added to
+        a tier by the instance beside this holder."""
         for tier in self._blocks.holdings.tiers:
             self._loading += 1
+            self._blocks.holdings.close(tier)
             self._work.emit(Load(self._work.job(_Loading(tier)), tier))
         return self._work.take()
 
@@ -591,9 +593,13 @@ class Holder:
                 self._blocks.moves.job_ended(purpose, outcome, now_ms)
             case _Loading(tier):
                 self._loading -= 1
+                self._blocks.holdings.open(tier)
                 catalogue = outcome.catalogue if isinstance(outcome, JobDone) else ()
                 for stored in catalogue:
-                    self._blocks.restore(stored, tier, now_ms)
+                    if id_of(stored.name) in self._arriving:  # in a tier that was listed before
+                        self._work.emit(Drop(stored.name, tier))
+                    else:
+                        self._blocks.restore(stored, tier, now_ms)
                 self._work.emit(*self.purge(now_ms))
             case _:
                 assert_never(purpose)

@@ -45,13 +45,14 @@ class _Tier:
     limits: TierLimits
     used_bytes: int = 0
     evictable_bytes: int = 0
+    is_open: bool = True
     # In the order in which they would go, with the number of the last use of each.
     orphans: dict[str, int] = attrs.field(factory=dict)
     unused: dict[str, int] = attrs.field(factory=dict)
 
     @property
     def free_bytes(self) -> int:
-        return self.limits.capacity_bytes - self.used_bytes
+        return self.limits.capacity_bytes - self.used_bytes if self.is_open else 0
 
     def first_use(self) -> Warmth:
         """Return what its first victim is: an orphan or not, and when it was used last."""
@@ -147,6 +148,14 @@ class Holdings:
         if before is not None:
             del self._next[before]
         return held.block, held.tier
+
+    def close(self, tier: str) -> None:
+        """Have no room in a tier, for as long as nobody knows what is in it."""
+        self._tiers[tier].is_open = False
+
+    def open(self, tier: str) -> None:
+        """Have the room in a tier that its blocks leave."""
+        self._tiers[tier].is_open = True
 
     def reserve(self, tier: str, size_bytes: int) -> None:
         """Take room in a tier."""
@@ -273,6 +282,6 @@ class Holdings:
         return (
             tuple(sorted(held)),
             tuple(sorted(self._next.items())),
-            tuple(tier.used_bytes for tier in self._tiers.values()),
+            tuple((tier.used_bytes, tier.is_open) for tier in self._tiers.values()),
             tuple(use[1:] for use in uses),
         )

@@ -19,7 +19,7 @@ MORE_SEEDS = 2_200
 MANY_SEEDS = 10_000
 
 FAILED_ONCE: tuple[tuple[int, Options], ...] = (
-    *((seed, Options()) for seed in (6, 70, 522, 553)),
+    *((seed, Options()) for seed in (6, 70, 522, 553, 70134)),
     (7, Options(faults="storage")),
 )
 """Seeds that found a fault. They hold now, and stay."""

@@ -662,6 +662,26 @@ def test_a_block_in_two_tiers_stays_in_the_faster() -> None:
     assert loop.tiers == {"host": {NAMES[0]: container()}, "local-storage": {}}
 
 
+def test_a_tier_that_is_being_listed_has_no_room() -> None:
+    """What an instance adds meanwhile takes the place of what is found later, and of nothing else."""
+    tiers = {"host": TierLimits(capacity_bytes=SIZE), "local-storage": TierLimits(capacity_bytes=SIZE)}
+    loop = Loop(tiers=tiers, numbers=Numbers())
+    loop.hold_jobs = True
+    loop.start(("local-storage", NAMES[0], container()))
+    loop.buffers[900] = octets = container()
+    refused, effects = loop.holder.add(NAMES[0], 900, **described(octets), now_ms=0)
+    loop.do(effects)
+    assert loop.holder.take_news() == (BlockNotAdded(refused, NAMES[0]),)
+    loop.give(loop.held_back.pop(0))  # the memory is listed, and has room
+    added, effects = loop.holder.add(NAMES[0], 900, **described(octets), now_ms=0)
+    loop.do(effects)
+    loop.give(loop.held_back.pop(0))  # the storage is listed: it has what is just being added
+    loop.let_jobs_end()
+    assert loop.holder.take_news() == (BlockAdded(added, NAMES[0]),)
+    assert loop.tiers == {"host": {NAMES[0]: octets}, "local-storage": {}}
+    assert loop.get(K[0]).status == 200
+
+
 def test_a_tier_that_cannot_be_listed_counts_as_empty() -> None:
     loop = Loop()
     loop.faults["host"] = JobFault.BROKEN
