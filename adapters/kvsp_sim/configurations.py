@@ -20,6 +20,14 @@ from kvsp_sim.properties import LeasesHold, Properties
 from kvsp_sim.reshard_group import BLOCK_TOKENS, MAP, RESHARD_EFFECTS, Coordinator, Member, PlainEngine
 from kvsp_sim.reshard_roles_group import TIER as ROLES_TIER
 from kvsp_sim.reshard_roles_group import ReshardGroup, ShardEngine, begin_resharding
+from kvsp_sim.retrieval_group import (
+    HOLDERS,
+    LOADER,
+    RETRIEVAL_EFFECTS,
+    Loader,
+    part_holder,
+    want_a_block,
+)
 from kvsp_sim.session_group import ABSENT, CONTROLLER, FRONT_END, USER_EFFECTS, SessionGroup, ask, epoch_of
 from kvsp_sim.witness import Witness
 
@@ -171,6 +179,24 @@ def _reshard_roles(crashes: str, members: int) -> tuple[Sequence[ExploredNode], 
     return nodes, properties
 
 
+def _retrieval(members: int) -> tuple[Sequence[ExploredNode], Properties]:
+    properties = Properties(timed=False)
+    witness = Witness(properties)
+    holders = tuple(HOLDERS)[:members]
+    nodes = [
+        ExploredNode(
+            LOADER,
+            lambda _: Loader(LOADER, holders),
+            witness=witness,
+            begin=want_a_block,
+            own_effects=RETRIEVAL_EFFECTS,
+            only_asks=True,
+        )
+    ]
+    nodes += [ExploredNode(name, partial(part_holder, name), witness=witness) for name in holders]
+    return nodes, properties
+
+
 def _lease(members: int) -> tuple[Sequence[ExploredNode], Properties]:
     properties = Properties(timed=False)
     witness = Witness(properties, block_bytes=BLOCK_BYTES)
@@ -273,6 +299,12 @@ CONFIGURATIONS: Final[Mapping[str, Configuration]] = MappingProxyType(
             bounds=Bounds(crashes=1, timers=1),
             members=2,
             build=_lease,
+        ),
+        "retrieval": Configuration(
+            about="the machine that retrieves a block whose layers are at several holders, of two replicas",
+            bounds=Bounds(losses=4),
+            members=5,
+            build=_retrieval,
         ),
     }
 )

@@ -228,6 +228,7 @@ class Host:
         self.buffers: dict[int, bytes] = {}
         self.in_engine: set[tuple[str, tuple[int, int]]] = set()
         """The ranges of shard maps that the engine was told to hold."""
+        self._loading: dict[int, tuple[str, tuple[int, int]]] = {}
         self.engine: SimulatedEngine | None = None
         self._factory = factory
         self._make_engine = engine
@@ -286,6 +287,7 @@ class Host:
         self.left.clear()
         self.buffers.clear()
         self._held.clear()
+        self._loading.clear()
         self._persisting = 0
         self._timer_us = None
         self.witness.crashed(self)
@@ -315,6 +317,8 @@ class Host:
         role = self.role
         if role is None:
             return
+        if type(item) is JobFailed:  # where it was to load a range, the engine does not have it
+            self.in_engine.discard(self._loading.pop(item.job_id, ("", (0, 0))))
         world = self.world
         world.steps += 1
         event = Event(world.now_us, self.name, item)
@@ -504,4 +508,6 @@ class Host:
     def _command_engine(self, effect: EngineCommand) -> None:
         assert self.engine is not None, f"{self.name} has no engine"
         self.witness.commanded(self, effect)
+        if type(effect) is LoadShard:
+            self._loading[effect.job_id] = (effect.map_id, effect.tokens)
         self.engine.execute(effect)

@@ -42,6 +42,7 @@ from kvsp_core.roles.role import AnswerReceived, CallFailed, Effect, Input
 from kvsp_core.roles.work import Work
 from kvsp_sim.host import Host, Instruction
 from kvsp_sim.overheard import Overheard, Places
+from kvsp_sim.property import shortened
 from kvsp_sim.randomness import Randomness
 
 __all__ = ["Operator", "Resharding"]
@@ -267,7 +268,7 @@ class Operator:
     def unended(self) -> str:
         """Return what was not seen to end, or an empty string."""
         for (instance, directive), state in self.directives.items():
-            return f"prefetch directive {directive} at {instance} is {state}"
+            return f"prefetch directive {shortened(directive)} at {instance} is {state}"
         for keeper in self._places.keepers:
             if left := self.leases.get(keeper, -1):
                 return f"{keeper} has {left} leases" if left > 0 else f"{keeper} did not list its leases"

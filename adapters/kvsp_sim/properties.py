@@ -360,7 +360,8 @@ class OneOwner(Property):
     def _loaded(self, fact: RangeLoaded) -> None:
         for version, move in self._moves.get(fact.map_id, {}).items():
             plan = move.plans.get(fact.member)
-            if move.decision is None and plan is not None and _overlap(plan.retain, fact.tokens):
+            counts = move.decision is None or version == self._version.get(fact.map_id)
+            if counts and plan is not None and _overlap(plan.retain, fact.tokens):
                 self.fail(f"{fact.member} moved octets of a range that version {version} retains")
 
     def _dropped(self, fact: RangeDropped) -> None:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from typing import ClassVar, NoReturn
+from typing import ClassVar, Final, NoReturn
 
 from kvsp_sim.facts import Fact
 
-__all__ = ["Property", "Violation"]
+__all__ = ["Property", "Violation", "shortened"]
+
+_SHORT: Final = 8
+
+
+def shortened(name: str) -> str:
+    """Return a confidential name as a failure shows it: enough to find it in the last events."""
+    return name if len(name) <= _SHORT else f"{name[:4]}~"
 
 
 class Violation(AssertionError):

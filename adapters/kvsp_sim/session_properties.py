@@ -23,7 +23,7 @@ from kvsp_sim.facts import (
     TokenDelivered,
     TokenDrawn,
 )
-from kvsp_sim.property import Property
+from kvsp_sim.property import Property, shortened
 
 __all__ = ["AcknowledgedIsKept", "OneSample", "SessionsAreFenced", "extend_history"]
 
@@ -33,6 +33,10 @@ _DIGEST_BYTES: Final = 16
 def extend_history(history: bytes, token: int) -> bytes:
     """Return the digest of a token sequence with one token more; the empty sequence has ``b""``."""
     return hashlib.blake2b(history + token.to_bytes(4, "big"), digest_size=_DIGEST_BYTES).digest()
+
+
+def _name(session: str) -> str:
+    return f"session {shortened(session)}"
 
 
 @attrs.define
@@ -150,18 +154,16 @@ class SessionsAreFenced(Property):
     def _owned(self, fact: SessionOwned) -> None:
         epoch, instance = self._owners.get(fact.session, (0, ""))
         if fact.epoch == epoch and fact.instance != instance:
-            self.fail(f"session {fact.session}: {instance} and {fact.instance} own epoch {epoch}")
+            self.fail(f"{_name(fact.session)}: {instance} and {fact.instance} own epoch {epoch}")
         if fact.epoch < epoch:
-            self.fail(
-                f"session {fact.session}: epoch {fact.epoch} was given to {fact.instance} after {epoch}"
-            )
+            self.fail(f"{_name(fact.session)}: epoch {fact.epoch} was given to {fact.instance} after {epoch}")
         self._owners[fact.session] = (fact.epoch, fact.instance)
 
     def _acknowledged(self, fact: CheckpointAcknowledged) -> None:
         owner = self._owners.get(fact.session)
         if owner is not None and owner != (fact.epoch, fact.instance):
             self.fail(
-                f"session {fact.session}: a checkpoint of {fact.instance} in epoch {fact.epoch} was "
+                f"{_name(fact.session)}: a checkpoint of {fact.instance} in epoch {fact.epoch} was "
                 f"acknowledged, {owner[1]} owns epoch {owner[0]}"
             )
 
@@ -205,30 +207,28 @@ class AcknowledgedIsKept(Property):
         kept = self._kept.get(fact.session, ())
         shorter, longer = sorted((kept, fact.generated), key=len)
         if longer[: len(shorter)] != shorter:
-            self.fail(
-                f"session {fact.session}: a checkpoint was acknowledged that contradicts an earlier one"
-            )
+            self.fail(f"{_name(fact.session)}: a checkpoint was acknowledged that contradicts an earlier one")
         self._kept[fact.session] = longer
 
     def _resumed(self, fact: SessionResumed) -> None:
         kept = self._kept.get(fact.session, ())
         if fact.generated[: len(kept)] != kept:
             self.fail(
-                f"session {fact.session}: resumed from {len(fact.generated)} tokens, {len(kept)} were "
+                f"{_name(fact.session)}: resumed from {len(fact.generated)} tokens, {len(kept)} were "
                 "acknowledged"
             )
 
     def _told(self, fact: SessionTold) -> None:
         kept = len(self._kept.get(fact.session, ()))
         if fact.offset < kept:
-            self.fail(f"session {fact.session}: {fact.offset} tokens are recorded, {kept} were acknowledged")
+            self.fail(f"{_name(fact.session)}: {fact.offset} tokens are recorded, {kept} were acknowledged")
 
     def _gave_up(self, fact: SessionGivenUp) -> None:
         self._given_up.add(fact.session)
 
     def _unknown(self, fact: SessionUnknown) -> None:
         if fact.session in self._kept and fact.session not in self._given_up:
-            self.fail(f"session {fact.session} is unknown, though a checkpoint of it was acknowledged")
+            self.fail(f"{_name(fact.session)} is unknown, though a checkpoint of it was acknowledged")
 
     def _closed(self, fact: SessionClosed) -> None:
         self._kept.pop(fact.session, None)

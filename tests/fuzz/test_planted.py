@@ -7,6 +7,7 @@ import os
 import pytest
 
 from fuzz import planted
+from kvsp_sim.properties import Properties
 
 ALL = planted.read_planted()
 
@@ -14,6 +15,11 @@ ALL = planted.read_planted()
 def test_every_planted_fault_says_what_finds_it() -> None:
     assert len(ALL) >= 9
     assert all(fault.commands and fault.breaks for fault in ALL)
+
+
+def test_every_property_has_a_planted_fault_that_breaks_it() -> None:
+    names = {"everything_ends", *(one.name for one in Properties().all)}
+    assert names <= {name for fault in ALL for name in fault.breaks}
 
 
 def test_it_is_told_after_how_much_a_fault_was_found() -> None:

@@ -23,6 +23,7 @@ FULL = [
     "session-second-failure",
     "session-crashes",
     "lease",
+    "retrieval",
 ]
 
 LONG = ["reshard-roles-member"]

@@ -323,6 +323,8 @@ def test_a_late_plan_after_a_newer_one() -> None:
 def test_a_retained_range_moves_no_octet() -> None:
     loaded = RangeLoaded(map_id="m", member="a", tokens=(0, 4))
     breaks(OneOwner(), *FIRST, *SECOND, loaded, saying="retains")
+    breaks(OneOwner(), *PREPARED, decided(2), loaded, saying="retains")
+    run(OneOwner(), *PREPARED, decided(2, False), loaded)  # of a version that never was
 
 
 def test_steps_are_served_by_owners_in_the_current_version() -> None:
@@ -375,3 +377,12 @@ def test_frozen_times_are_what_remains() -> None:
     )
     assert early.freeze(0) == late.freeze(90)
     assert early.freeze(1) != late.freeze(90)
+
+
+def test_a_failure_names_a_session_only_as_far_as_a_reader_needs() -> None:
+    session = "6f1d0a9e-2c55-4d7e-9a0e-5b7f2f9f6a11"
+    owned = SessionOwned(session=session, epoch=2, instance="a")
+    with pytest.raises(Violation) as caught:
+        run(SessionsAreFenced(), owned, SessionOwned(session=session, epoch=2, instance="b"))
+    assert "session 6f1d~: a and b own epoch 2" in str(caught.value)
+    assert session not in str(caught.value)
