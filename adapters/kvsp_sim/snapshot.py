@@ -33,8 +33,6 @@ _OPAQUE: Final = (
 _POINT_IN_TIME: Final = re.compile(
     r"(?:^|_)(?:at|asked|began|deadline|due|expires|expiry|joined|last|next|since|started|until)_ms$"
 )
-_HEAP: Final = "_due"
-"""An attribute of this name holds what is due, each entry beginning with when."""
 
 
 def copied(
@@ -220,8 +218,6 @@ class _Freezing:
 
     def _structure(self, value: Any, name: str) -> Hashable:
         freeze = self.freeze
-        if name == _HEAP and type(value) is list:
-            return tuple([(at_ms - self.now_ms, *map(freeze, entry)) for at_ms, *entry in sorted(value)])
         if isinstance(value, list | tuple | deque):
             return tuple([freeze(item, name) for item in value])
         if isinstance(value, Mapping):

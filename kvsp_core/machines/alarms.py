@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator
 from heapq import heapify, heappop, heappush
 from typing import Generic, TypeVar
 
 __all__ = ["Alarms"]
 
-Key = TypeVar("Key", str, int, tuple[str, int])
+Key = TypeVar("Key", bound=Hashable)
 
 
 class Alarms(Generic[Key]):
@@ -21,6 +22,10 @@ class Alarms(Generic[Key]):
         # An entry for each deadline, at it or before it: one that moves later is put right when it comes up.
         # Entries of deadlines that moved earlier or are gone are thrown away then.
         self._heap: list[tuple[int, Key]] = []
+
+    def __iter__(self) -> Iterator[Key]:
+        """Go through the keys that have a deadline."""
+        return iter(self._deadlines)
 
     def set(self, key: Key, deadline_ms: int | None) -> None:
         """Set, move or (None) remove the deadline of a key."""

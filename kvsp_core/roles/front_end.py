@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import Enum
-from heapq import heappop, heappush
 from typing import Final, TypeAlias, assert_never
 
 import attrs
@@ -44,6 +43,7 @@ from kvsp_core.limits import (
     OUTPUT_SILENCE_MS,
 )
 from kvsp_core.machines import assembly as out
+from kvsp_core.machines.alarms import Alarms
 from kvsp_core.problems import INCOMPATIBLE, INVALID_STATE, Problem
 from kvsp_core.records import Sampler
 from kvsp_core.resources import DeleteSession, GetSession, Operation, PlaceRequest, RoleName, StreamOutput
@@ -190,6 +190,7 @@ class _Generation:
 _CLOSE_ATTEMPTS: Final = 5
 _NOBODY: Final = -1  # what a call is for whose answer does not matter
 _FIRST_RETRY_MS: Final = 100
+_MAX_RETRY_AFTER_S: Final = 30  # a controller that says to come back later than that is not believed
 
 
 # The role ---------------------------------------------------------------------------------------------------
@@ -228,8 +229,7 @@ class FrontEnd:
         self._placement_ms = placement_ms
         self._patience_ms = patience_ms
         self._generations: dict[int, _Generation] = {}
-        self._waiting_until_ms: dict[int, int] = {}  # generations that wait to try again -> until when
-        self._due: list[tuple[int, int]] = []  # a heap of the same
+        self._retries: Alarms[int] = Alarms()  # of the generations that wait to try again
         self._work = Work()
         self._own: list[FrontEndEffect] = []
         self._desk = Desk([RoleName.FRONT_END], self._allow)
@@ -240,9 +240,7 @@ class FrontEnd:
 
     def next_deadline_ms(self) -> int | None:
         """Return when the front end next wants `TimerFired`, or None."""
-        while self._due and self._waiting_until_ms.get(self._due[0][1]) != self._due[0][0]:
-            heappop(self._due)  # of a wait that is over
-        return self._due[0][0] if self._due else None
+        return self._retries.next_ms()
 
     def handle(self, item: FrontEndInput, now_ms: int) -> tuple[FrontEndEffect, ...]:
         """Take one input in; return what is to be done."""
@@ -454,14 +452,14 @@ class FrontEnd:
 
     def _forget(self, number: int) -> None:
         self._generations.pop(number, None)
-        self._waiting_until_ms.pop(number, None)
+        self._retries.set(number, None)
 
     # Calls and what becomes of them
 
     def _call(
         self, number: int, generation: _Generation, base_uri: str, operation: Operation, body: object = None
     ) -> None:
-        self._waiting_until_ms.pop(number, None)
+        self._retries.set(number, None)
         streams = isinstance(operation, StreamOutput)
         generation.call = self._work.call(
             base_uri,
@@ -530,8 +528,10 @@ class FrontEnd:
             )
             return
         self._led_nowhere(number, generation, now_ms)
-        if retry_after_s is not None and number in self._waiting_until_ms:
-            self._wait(number, max(self._waiting_until_ms[number], now_ms + 1000 * min(retry_after_s, 30)))
+        again_ms = self._retries.of(number)
+        if retry_after_s is not None and again_ms is not None:
+            wished_ms = now_ms + 1000 * min(retry_after_s, _MAX_RETRY_AFTER_S)
+            self._retries.set(number, max(again_ms, wished_ms))
 
     def _not_streamed(
         self, number: int, generation: _Generation, problem: Problem | None, now_ms: int
@@ -609,17 +609,11 @@ class FrontEnd:
             return
         delay_ms = min(_FIRST_RETRY_MS << min(generation.failures, 10), MAX_FRONT_END_RETRY_MS)
         generation.call = None
-        self._wait(number, now_ms + delay_ms + delay_ms * (number % 16) // 16)
-
-    def _wait(self, number: int, until_ms: int) -> None:
-        self._waiting_until_ms[number] = until_ms
-        heappush(self._due, (until_ms, number))
+        self._retries.set(number, now_ms + delay_ms + delay_ms * (number % 16) // 16)
 
     def _tick(self, now_ms: int) -> None:
-        while (deadline_ms := self.next_deadline_ms()) is not None and deadline_ms <= now_ms:
-            _, number = heappop(self._due)
+        for number in self._retries.take_due(now_ms):
             generation = self._generations[number]
-            del self._waiting_until_ms[number]
             match generation.stage:
                 case _Stage.PLACING:
                     self._place(number, generation)

@@ -9,7 +9,6 @@ the engine.
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Callable
 from typing import Final, TypeAlias
@@ -19,6 +18,7 @@ import attrs
 from kvsp_core.answers import read_answer
 from kvsp_core.errors import RemoteProtocolError
 from kvsp_core.limits import MAX_LEASE_KEYS
+from kvsp_core.machines.alarms import Alarms
 from kvsp_core.messages import LeaseGranted, LeaseRenewal, LeaseRequest
 from kvsp_core.resources import CreateLease, ReleaseLease, RenewLease, StoreBlock
 from kvsp_core.roles import engine
@@ -33,6 +33,9 @@ _AT_A_TIME: Final = 4
 
 _MOST_GONE: Final = 8
 """Copies of a session that are looked for one by one and found gone, before all not leased count as gone."""
+
+_ANEW: Final = ""
+"""Stands for a lease where one could not be had, and is to be asked for again."""
 
 _Run: TypeAlias = tuple[str, int]
 """A session, and which of the attempts to serve it."""
@@ -115,7 +118,7 @@ class Copies:
         self._queue: deque[tuple[_Run, BlockName, int, int]] = deque()
         self._users: dict[int, int] = {}  # buffer -> who still reads it
         self._tickets: dict[int, int] = {}  # ticket -> buffer
-        self._due: list[tuple[int, _Run, str]] = []  # when to renew which lease; "" is when to lease again
+        self._alarms: Alarms[tuple[_Run, str]] = Alarms()  # when to renew which lease, or `_ANEW`
         self._puts = 0  # on their way
         self._unreachable = False  # whether the last of them got no answer
 
@@ -146,6 +149,7 @@ class Copies:
         kept = self._kept.get((session, run))
         if kept is None:
             return
+        self._stop_renewing((session, run), kept)
         for lease in kept.leases:
             self._release(lease)
         kept.leases.clear()
@@ -161,7 +165,9 @@ class Copies:
     def abandon(self, session: str, run: int) -> None:
         """The session goes on elsewhere: whoever serves it loads the copies, so their leases run out by
         themselves."""
-        self._kept.pop((session, run), None)
+        kept = self._kept.pop((session, run), None)
+        if kept is not None:
+            self._stop_renewing((session, run), kept)
 
     # Out of the engine
 
@@ -298,7 +304,7 @@ class Copies:
             self._lease(run, kept)
         elif not isinstance(item, AnswerReceived) or item.response.status != 404:
             kept.unleased = [*keys, *kept.unleased]
-            heapq.heappush(self._due, (now_ms + max(1, self._lease_ms // 3), run, ""))
+            self._alarms.set((run, _ANEW), now_ms + max(1, self._lease_ms // 3))
         else:
             self._not_there(kept, keys)
             self._lease(run, kept)
@@ -327,7 +333,11 @@ class Copies:
 
     def _renew_later(self, run: _Run, lease: str, granted: LeaseGranted | None, now_ms: int) -> None:
         held_ms = self._lease_ms if granted is None else min(granted.ttl_ms, self._lease_ms)
-        heapq.heappush(self._due, (now_ms + max(1, held_ms // 3), run, lease))
+        self._alarms.set((run, lease), now_ms + max(1, held_ms // 3))
+
+    def _stop_renewing(self, run: _Run, kept: _Kept) -> None:
+        for lease in (_ANEW, *kept.leases):
+            self._alarms.set((run, lease), None)
 
     def _release(self, lease: str) -> None:
         assert self._holder is not None
@@ -338,24 +348,17 @@ class Copies:
 
     def next_deadline_ms(self) -> int | None:
         """Return when `time_passed` is next due, or None."""
-        while self._due:
-            due_ms, run, lease = self._due[0]
-            kept = self._kept.get(run)
-            if kept is not None and (lease == "" or lease in kept.leases):
-                return due_ms
-            heapq.heappop(self._due)
-        return None
+        return self._alarms.next_ms()
 
     def time_passed(self, now_ms: int) -> None:
         """Renew the leases that are due."""
-        assert self._holder is not None or not self._due
-        while (due_ms := self.next_deadline_ms()) is not None and due_ms <= now_ms:
-            _, run, lease = heapq.heappop(self._due)
-            if lease == "":
+        for run, lease in self._alarms.take_due(now_ms):
+            if lease == _ANEW:
                 self._lease(run, self._kept[run])
                 continue
+            assert self._holder is not None
             self._work.call(
-                self._holder or "",
+                self._holder,
                 RenewLease(lease),
                 LeaseRenewal(ttl_ms=self._lease_ms),
                 purpose=_RenewFor(run, lease),

@@ -9,7 +9,6 @@ CP-5, MG-2, MG-3; decisions W19, W20, W31.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Final
 
@@ -22,6 +21,7 @@ from kvsp_core.ext_messages import OutputEnd, OutputRequest
 from kvsp_core.identity import CompatibilityDescriptor, Scope
 from kvsp_core.limits import MAX_INSTANCE_SESSIONS
 from kvsp_core.machines import output, prefetch, resume
+from kvsp_core.machines.alarms import Alarms
 from kvsp_core.messages import CheckpointRecorded, ResumeRequest
 from kvsp_core.problems import (
     BAD_REQUEST,
@@ -123,7 +123,7 @@ class Sessions:
         )
         self._loading: dict[str, tuple[str, int]] = {}  # directive -> session, epoch
         self._awaited: dict[str, list[str]] = {}  # directive -> sessions that wait for its end
-        self._due: list[tuple[int, str]] = []
+        self._alarms: Alarms[str] = Alarms()  # when something happens to each by itself
 
     # What the status reports
 
@@ -553,35 +553,24 @@ class Sessions:
             None if session.gate is None else session.gate.next_deadline_ms(),
             session.forget_at_ms,
         ]
-        due_ms = min((due for due in dues if due is not None), default=None)
-        if due_ms != session.due_ms:
-            session.due_ms = due_ms
-            if due_ms is not None:
-                heapq.heappush(self._due, (due_ms, session.name))
+        self._alarms.set(session.name, min((due for due in dues if due is not None), default=None))
 
     def next_deadline_ms(self) -> int | None:
         """Return when `time_passed` is next due, or None."""
-        while self._due:
-            due_ms, name = self._due[0]
-            session = self._sessions.get(name)
-            if session is not None and session.due_ms == due_ms:
-                return due_ms
-            heapq.heappop(self._due)
-        return None
+        return self._alarms.next_ms()
 
     def time_passed(self, now_ms: int) -> None:
         """Let deadlines that have come take effect."""
-        while (due_ms := self.next_deadline_ms()) is not None and due_ms <= now_ms:
-            session = self._sessions[heapq.heappop(self._due)[1]]
-            session.due_ms = None
+        for name in self._alarms.take_due(now_ms):
+            session = self._sessions[name]
             over = isinstance(session.state, resume.Ended | resume.Absent)
             if over and session.forget_at_ms is not None and session.forget_at_ms <= now_ms:
                 self._abort(session, now_ms)
-                del self._sessions[session.name]
+                del self._sessions[name]
                 continue
             self._advance(session, resume.Timer(), now_ms)
             self._through_gate(session, output.Timer(), now_ms)
             self._schedule(session)
-            if session.due_ms is not None and session.due_ms <= now_ms:
-                session.due_ms = now_ms + 1
-                heapq.heappush(self._due, (session.due_ms, session.name))
+            again_ms = self._alarms.of(name)
+            if again_ms is not None and again_ms <= now_ms:  # what was due could not be done yet
+                self._alarms.set(name, now_ms + 1)

@@ -22,6 +22,7 @@ from kvsp_core.identity import CompatibilityDescriptor
 from kvsp_core.limits import MAX_INSTANCE_SHARD_MAPS, MAX_REMEMBERED_SHARD_MAPS
 from kvsp_core.machines import prefetch
 from kvsp_core.machines import reshard_member as member
+from kvsp_core.machines.alarms import Alarms
 from kvsp_core.machines.prefetch_directive import DirectiveState
 from kvsp_core.machines.reshard_plan import MemberPlan, Plan, Range, Transfer, joined
 from kvsp_core.messages import ReshardAbort, ReshardCommit, ReshardMessage, ReshardPlan
@@ -155,8 +156,8 @@ class Shards:
         # that was seen is remembered, so that a plan that comes late is refused.
         self._outside: dict[str, None] = {}
         self._directives: dict[str, tuple[str, int | None]] = {}  # directive -> map, version of its plan
-        self._due: dict[str, int] = {}  # map -> deadline of its loading
-        self._retry_at_ms: dict[str, int] = {}  # map -> when to look again for what is not here
+        self._alarms: Alarms[str] = Alarms()  # when the loading of each map has to be over
+        self._retries: Alarms[str] = Alarms()  # when to look again for what of a map is not here
         self._queue: deque[tuple[str, int]] = deque()  # blocks that wait for their turn to go into the engine
         self._moving: set[tuple[str, int]] = set()  # blocks that are on their way into it
 
@@ -299,11 +300,7 @@ class Shards:
     def _note(self, shard: _Shard, now_ms: int) -> None:
         """Bring in line when the shard is due, whether it counts, and what is remembered of it."""
         map_id, state = shard.map_id, shard.state
-        due_ms = member.next_deadline_ms(state)
-        if due_ms is None:
-            self._due.pop(map_id, None)
-        else:
-            self._due[map_id] = due_ms
+        self._alarms.set(map_id, member.next_deadline_ms(state))
         self._outside.pop(map_id, None)
         if not isinstance(state, member.Outside):
             self._shards[map_id] = shard
@@ -312,7 +309,7 @@ class Shards:
             shard.counted = False
             self._close_session(now_ms)
         self._stop(shard.seeking, now_ms)
-        self._retry_at_ms.pop(map_id, None)
+        self._retries.set(map_id, None)
         self._shards.pop(map_id, None)
         if state != member.Outside():
             self._shards[map_id] = _Shard(map_id, state)
@@ -438,9 +435,9 @@ class Shards:
             self._try_again(shard, now_ms)
 
     def _try_again(self, shard: _Shard, now_ms: int) -> None:
-        if shard.map_id not in self._retry_at_ms:
+        if self._retries.of(shard.map_id) is None:
             wait_ms = min(_FIRST_RETRY_MS << min(shard.retries, 10), _LAST_RETRY_MS)
-            self._retry_at_ms[shard.map_id] = now_ms + wait_ms
+            self._retries.set(shard.map_id, now_ms + wait_ms)
             shard.retries += 1
 
     def _pump(self, now_ms: int) -> None:
@@ -520,7 +517,7 @@ class Shards:
 
     def request_ended(self, request_id: int) -> None:
         """Take note that a request is gone."""
-        for map_id in self._due:
+        for map_id in self._alarms:
             waiting = self._shards[map_id].waiting
             if request_id in waiting:
                 waiting.remove(request_id)
@@ -529,13 +526,13 @@ class Shards:
 
     def next_deadline_ms(self) -> int | None:
         """Return when `time_passed` is next due, or None."""
-        return min((*self._due.values(), *self._retry_at_ms.values()), default=None)
+        deadlines = (self._alarms.next_ms(), self._retries.next_ms())
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def time_passed(self, now_ms: int) -> None:
         """Let deadlines that have come take effect."""
-        for map_id in [map_id for map_id, due_ms in self._due.items() if due_ms <= now_ms]:
+        for map_id in self._alarms.take_due(now_ms):
             self._advance(self._shards[map_id], member.Timer(), now_ms)
-        for map_id in [map_id for map_id, at_ms in self._retry_at_ms.items() if at_ms <= now_ms]:
-            del self._retry_at_ms[map_id]
+        for map_id in self._retries.take_due(now_ms):
             self._seek(self._shards[map_id], now_ms)
             self._fill(self._shards[map_id], now_ms)

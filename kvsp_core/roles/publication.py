@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from heapq import heapify, heappop, heappush
 from typing import TypeAlias
 
 import attrs
@@ -28,6 +27,7 @@ from kvsp_core.limits import (
     PUBLISH_TIMEOUT_MS,
     REPLICA_TTL_MS,
 )
+from kvsp_core.machines.alarms import Alarms
 from kvsp_core.messages import PublishAnswer
 from kvsp_core.records import ReplicaRecord
 from kvsp_core.resources import Operation, PublishReplica, PutDescriptor, WithdrawReplica
@@ -77,7 +77,6 @@ class _Entry:
     calling: bool = False
     acknowledged_until_ms: int = 0
     listed_until_ms: int = 0
-    due_ms: int = 0
     retries: int = 0
 
 
@@ -124,7 +123,7 @@ class Publisher:
         self._stopped = False
         self._entries: dict[str, _Entry] = {}
         self._parts = {uri: _Part() for uri in self._index.uris}
-        self._due: list[tuple[int, str]] = []
+        self._alarms: Alarms[str] = Alarms()  # when each block is to be refreshed or tried again
         self._told: set[tuple[str, str]] = set()  # (part, descriptor it was told of)
         self._withdrawn: list[str] = []
         self._refused: list[str] = []
@@ -183,19 +182,15 @@ class Publisher:
         return refused
 
     def next_deadline_ms(self) -> int | None:
-        """Return when the next refresh or retry is due. It may be early."""
-        return self._due[0][0] if self._due else None
+        """Return when the next refresh or retry is due, or None."""
+        return self._alarms.next_ms()
 
     # What happens
 
     def tick(self, now_ms: int) -> None:
         """Send what is due."""
-        while self._due and self._due[0][0] <= now_ms:
-            due_ms, block = heappop(self._due)
-            entry = self._entries.get(block)
-            if entry is None or entry.due_ms != due_ms:
-                continue
-            entry.due_ms = 0
+        for block in self._alarms.take_due(now_ms):
+            entry = self._entries[block]
             part = self._part_of(entry)
             if not entry.wanted:
                 part.withdrawals.append(block)
@@ -281,7 +276,7 @@ class Publisher:
             refresh_ms = 1 + self._drawn_below(refresh_ms)
         entry.retries = 0
         entry.acknowledged_until_ms = entry.listed_until_ms = now_ms + ttl_ms
-        self._schedule(block, entry, now_ms + refresh_ms)
+        self._alarms.set(block, now_ms + refresh_ms)
         self._take_up(block, entry)
 
     def _retry(self, block: str, entry: _Entry, now_ms: int) -> None:
@@ -290,21 +285,15 @@ class Publisher:
             return
         delay_ms = PUBLISH_RETRY_MS << min(entry.retries, 6)
         entry.retries += 1
-        self._schedule(block, entry, now_ms + delay_ms // 2 + self._drawn_below(delay_ms))
+        self._alarms.set(block, now_ms + delay_ms // 2 + self._drawn_below(delay_ms))
 
     def _drawn_below(self, bound: int) -> int:
         return int.from_bytes(self._random_bytes(4), "big") % bound
 
     def _forget(self, block: str) -> None:
         del self._entries[block]
+        self._alarms.set(block, None)
         self._withdrawn.append(block)
-
-    def _schedule(self, block: str, entry: _Entry, due_ms: int) -> None:
-        entry.due_ms = due_ms
-        heappush(self._due, (due_ms, block))
-        if len(self._due) > 2 * len(self._entries) + 64:
-            self._due = [(e.due_ms, b) for b, e in self._entries.items() if e.due_ms]
-            heapify(self._due)
 
     def _send(self, now_ms: int) -> None:
         """Send as much as may be on its way at a time, but for what a later wish has overtaken."""

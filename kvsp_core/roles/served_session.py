@@ -60,7 +60,6 @@ class ServedSession:
     counted: bool = False
     """Whether the lifecycle counts it."""
     forget_at_ms: int | None = None
-    due_ms: int | None = None
 
     def belong(self) -> None:
         """Belong to the request that was taken in last, which is accepted, where that says what it is of."""

@@ -108,15 +108,6 @@ def test_what_freezes_itself_is_asked() -> None:
     assert ("own", 5) in frozen([Own()], 5)[0]  # type: ignore[index]
 
 
-def test_of_what_is_due_the_first_is_a_point_in_time() -> None:
-    class Due:
-        def __init__(self, *entries: tuple[int, int]) -> None:
-            self._due = list(entries)
-
-    assert frozen(Due((5, 1), (9, 2)), 4) == frozen(Due((109, 2), (105, 1)), 104)
-    assert frozen(Due((5, 1)), 4) != frozen(Due((5, 2)), 4)
-
-
 def test_settings_are_no_points_in_time() -> None:
     @attrs.frozen
     class PatienceSettings:
