@@ -6,9 +6,10 @@ An `Engine` computes and nothing else: the instance role sends it `EngineCommand
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from threading import Thread
 from typing import Final, Protocol, TypeAlias, assert_never
 
@@ -253,6 +254,9 @@ class NumpyEngine:
 class EngineThread:
     """Runs an engine in a thread of its own.
 
+    Commands come before the next step, but for no longer in a row than the last step took: sequences that run
+    go on while the blocks of another come in. `clock` returns seconds.
+
     `deliver_events`, `deliver_job` and `broken` are called from that thread and must hand over to the loop
     of the role at once. After `broken`, which brings what the engine raised, nothing more is done.
     """
@@ -264,8 +268,10 @@ class EngineThread:
         deliver_events: Callable[[tuple[EngineEvent, ...]], None],
         deliver_job: Callable[[EngineCommand, JobResult | KVSPError], None],
         broken: Callable[[Exception], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
+        self._clock = clock
         self._broken = broken
         self._deliver_events = deliver_events
         self._deliver_job = deliver_job
@@ -292,17 +298,24 @@ class EngineThread:
             self._broken(error)
 
     def _work(self) -> None:
+        step_s = commands_s = 0.0
         while True:
-            try:
-                item = self._commands.get(block=not self._engine.busy())
-            except Empty:
+            busy = self._engine.busy()
+            if busy and (commands_s > step_s or self._commands.empty()):
+                began = self._clock()
                 self._deliver_events(self._engine.step())
+                step_s, commands_s = self._clock() - began, 0.0
                 continue
+            item = self._commands.get()
             if item is None:
                 return
-            command, layers = item
-            try:
-                result: JobResult | KVSPError = self._engine.execute(command, layers)
-            except KVSPError as error:
-                result = error
-            self._deliver_job(command, result)
+            began = self._clock()
+            self._execute(*item)
+            commands_s += self._clock() - began
+
+    def _execute(self, command: EngineCommand, layers: Sequence[LayerOctets]) -> None:
+        try:
+            result: JobResult | KVSPError = self._engine.execute(command, layers)
+        except KVSPError as error:
+            result = error
+        self._deliver_job(command, result)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -13,6 +14,7 @@ from kvsp_core.records import Sampler
 from kvsp_core.roles.engine import (
     Abort,
     BlockComputed,
+    EngineCommand,
     EngineEvent,
     ExportBlock,
     ImportBlock,
@@ -23,7 +25,7 @@ from kvsp_core.roles.engine import (
     StartSequence,
     TokensDecoded,
 )
-from kvsp_engines.engine import PREFILL_TOKENS, EngineThread, NumpyEngine
+from kvsp_engines.engine import PREFILL_TOKENS, EngineThread, JobResult, LayerOctets, NumpyEngine
 from kvsp_engines.prepare import prepare_tiny
 from kvsp_engines.sampling import draw
 from kvsp_engines.text import TextCodec, TextStream
@@ -197,6 +199,51 @@ def test_a_thread_runs_commands_in_order_and_reports(engine: NumpyEngine) -> Non
     assert command == Proceed(77)
     assert isinstance(result, KVSPError)
     thread.stop()
+
+
+class _Importing:
+    """An engine with a sequence that runs, into which blocks keep coming; it says how long things take."""
+
+    numerics = None
+
+    def __init__(self) -> None:
+        self.time_s = 0
+        self.done: list[str] = []
+        self.ended: SimpleQueue[None] = SimpleQueue()
+        self.thread = EngineThread(
+            self,
+            deliver_events=lambda events: None,
+            deliver_job=lambda command, result: self.next_block(),
+            broken=lambda error: self.ended.put(None),
+            clock=lambda: float(self.time_s),
+        )
+
+    def next_block(self) -> None:
+        self.thread.submit(ImportBlock(len(self.done), 2, 0, 0))
+
+    def execute(self, command: EngineCommand, layers: Sequence[LayerOctets] = ()) -> JobResult:
+        self.time_s += 5
+        self.done.append("import")
+        return ()
+
+    def step(self) -> tuple[EngineEvent, ...]:
+        self.time_s += 9
+        self.done.append("step")
+        return ()
+
+    def busy(self) -> bool:
+        if len(self.done) == 8:
+            raise RuntimeError("seen enough")
+        return True
+
+
+@pytest.mark.requirement("PF-2")
+def test_sequences_that_run_go_on_while_blocks_of_another_come_in() -> None:
+    engine = _Importing()
+    engine.next_block()
+    engine.thread.start()
+    engine.ended.get(timeout=30)
+    assert engine.done == ["import", "step", *["import"] * 2, "step", *["import"] * 2, "step"]
 
 
 def test_an_engine_that_raises_is_said_to_be_broken(engine: NumpyEngine) -> None:
