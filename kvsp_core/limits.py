@@ -79,6 +79,7 @@ __all__ = [
     "PUBLISH_TIMEOUT_MS",
     "QUARANTINE_MS",
     "REPLICA_TTL_MS",
+    "RESHARD_CALLS",
     "RESHARD_DEADLINE_MS",
     "RESHARD_RETRY_MS",
     "RESUME_DEADLINE_MS",
@@ -145,6 +146,10 @@ FAULT_WITHDRAWAL_MS: Final = 500
 
 RESHARD_RETRY_MS: Final = 500
 """How long the coordinator of a reshard waits before it calls a member again that did not answer."""
+
+RESHARD_CALLS: Final = 8
+"""How often in a row a member is called to commit or abort a change and does not do it; then it counts as
+lost, though it reports, and the change ends without it."""
 
 MAX_PENDING_DIRECTIVES: Final = 64
 """Prefetch directives an instance works on at a time; one more is 503 (SE-3)."""

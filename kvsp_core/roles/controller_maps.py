@@ -21,6 +21,7 @@ from kvsp_core.limits import (
     MAX_SHARD_BLOCK_KEYS,
     MAX_SHARD_MAPS,
     MAX_SHARD_RANGES,
+    RESHARD_CALLS,
     RESHARD_DEADLINE_MS,
     RESHARD_RETRY_MS,
 )
@@ -84,6 +85,10 @@ class _Group:
     """Calls in a row that led nowhere: the next are made after a while that doubles."""
     unwilling: frozenset[str] = frozenset()
     """Members by which changes have failed since the last that did not: others get ranges before them."""
+    unheeded: dict[str, int] = attrs.Factory(dict)
+    """Member -> calls in a row by which it did not do what the change under way waits for."""
+    rests_until_ms: int = 0
+    """No change of it begins by itself before that."""
 
 
 class ShardMaps:
@@ -236,7 +241,7 @@ class ShardMaps:
         for map_id in tuple(self._unrepaired):
             group = self._groups[map_id]
             if isinstance(group.state, m.Stable):
-                self._reassign(map_id, group, now_ms)
+                self._change(map_id, group, now_ms)
 
     def fire(self, now_ms: int) -> None:
         """Let the deadlines that have come take effect."""
@@ -245,10 +250,7 @@ class ShardMaps:
             group = self._groups.get(map_id)
             if group is None or not isinstance(group.state, m.Stable) or map_id in self._over:
                 continue
-            if group.context.scope_id in self._ending:
-                self.begin(map_id, (), group.context, now_ms)
-            elif map_id in self._unrepaired:
-                self._reassign(map_id, group, now_ms)
+            self._change(map_id, group, now_ms)
 
     def handle(self, call: ReshardCall, item: AnswerReceived | CallFailed, now_ms: int) -> None:
         """Take in the end of a call to a member."""
@@ -281,7 +283,28 @@ class ShardMaps:
         retry_ms = self._retry_ms << group.failures
         failed = isinstance(event, m.CallFailed)
         group.failures = min(group.failures + 1, _MOST_DOUBLINGS) if failed else 0
+        if failed and self._is_given_up(group, call):
+            self._apply(call.map, m.MemberLost(call.instance), now_ms)
         self._apply(call.map, event, now_ms, retry_ms)
+
+    @staticmethod
+    def _is_given_up(group: _Group, call: ReshardCall) -> bool:
+        """Count a call by which a member did not do what a change waits for; return whether it was one too
+        many. It counts as lost then, though it reports: it is owed the decision, and holds nothing up."""
+        match group.state:
+            case m.Committing(waiting=waiting):
+                awaited = waiting
+            case m.Aborting(waiting=waiting, asking=asking):
+                awaited = waiting | asking
+            case _:
+                return False
+        if call.instance not in awaited:
+            return False
+        group.unheeded[call.instance] = group.unheeded.get(call.instance, 0) + 1
+        if group.unheeded[call.instance] < RESHARD_CALLS:
+            return False
+        group.unwilling |= {call.instance}
+        return True
 
     def _apply(self, map_id: str, event: m.Event, now_ms: int, retry_ms: int = RESHARD_RETRY_MS) -> None:
         group = self._groups.get(map_id)
@@ -301,17 +324,34 @@ class ShardMaps:
             self._do(map_id, group, effect)
         if not isinstance(state, m.Stable):
             return
-        soon_ms = now_ms + self._retry_ms if due_ms is None else min(due_ms, now_ms + self._retry_ms)
         if not state.map.shards:
             self._rest(map_id, group)
-        elif group.context.scope_id in self._ending:
-            self._alarms.set(map_id, soon_ms)  # not at once: a member may have refused
-        elif not state.lost & _members(state):
-            self._unrepaired.pop(map_id, None)
-        elif isinstance(before, m.Aborting | m.Committing):
-            # Not at once, lest a member that refuses, a plan or what became of it, be asked without end.
+            return
+        if state.lost & _members(state):
             self._unrepaired[map_id] = None
-            self._alarms.set(map_id, soon_ms)
+        else:
+            self._unrepaired.pop(map_id, None)
+        if isinstance(before, m.Aborting | m.Committing):
+            group.unheeded.clear()
+            if self._wants_change(map_id, group):
+                # Not at once, lest a member that refuses, a plan or what became of it, be asked without end.
+                group.rests_until_ms = now_ms + self._retry_ms
+        self._change(map_id, group, now_ms)
+
+    def _wants_change(self, map_id: str, group: _Group) -> bool:
+        return map_id in self._unrepaired or group.context.scope_id in self._ending
+
+    def _change(self, map_id: str, group: _Group, now_ms: int) -> None:
+        """Begin the change that a stable map is in want of, if any, unless the last one was a moment ago."""
+        if not self._wants_change(map_id, group):
+            return
+        if now_ms < group.rests_until_ms:
+            due_ms = m.next_deadline_ms(group.state)
+            self._alarms.set(
+                map_id, group.rests_until_ms if due_ms is None else min(due_ms, group.rests_until_ms)
+            )
+        elif group.context.scope_id in self._ending:
+            self.begin(map_id, (), group.context, now_ms)
         else:
             self._reassign(map_id, group, now_ms)
 

@@ -11,12 +11,14 @@ from kvsp_core.answers import problem_response
 from kvsp_core.bodies import decode
 from kvsp_core.errors import LimitExceeded, LocalProtocolError
 from kvsp_core.ext_messages import ShardMapInfo, SplitRequest
-from kvsp_core.limits import MAX_SHARD_BLOCK_KEYS, MAX_SHARD_RANGES, RESHARD_DEADLINE_MS
+from kvsp_core.heads import Response
+from kvsp_core.limits import MAX_SHARD_BLOCK_KEYS, MAX_SHARD_RANGES, RESHARD_CALLS, RESHARD_DEADLINE_MS
 from kvsp_core.messages import ReshardAbort, ReshardCommit, ReshardMessage, ReshardPlan, decode_reshard
 from kvsp_core.problems import PLAN_CONFLICT, Problem, problem_of
 from kvsp_core.records import Shard
 from kvsp_core.resources import EndShardMap, GetShardMap, RoleName, SplitContext
 from kvsp_core.roles.authorization import Policy, ScopeRules
+from kvsp_core.roles.controller_maps import CommitCall
 from kvsp_core.roles.controller_store import MapContext
 from kvsp_core.roles.role import AnswerReceived, Call, CallFailed, Persist, Respond
 from kvsp_core.validation import InvalidValue
@@ -580,3 +582,86 @@ def test_a_split_that_cannot_be_is_refused_and_changes_nothing(operated: Group) 
 def test_what_a_split_says_of_a_context_has_to_fit_together(changed: dict[str, Any]) -> None:
     with pytest.raises(InvalidValue):
         attrs.evolve(request(A), **changed)
+
+
+def _heedless(group: Group, instance: str, status: int | None, *, times: int = RESHARD_CALLS) -> None:
+    """Have all do what they are told but this one, which answers so or not at all, and goes on reporting."""
+    for _ in range(times):
+        while not any(
+            call.base_uri == instance and call.request.path == "reshard" for call in group.calls.values()
+        ):
+            for other in (A, B, C):
+                group.report(other, ttl_ms=60_000)
+            group.pass_time(250)
+        for call in tuple(group.calls.values()):
+            if call.base_uri != instance:
+                group.reply(call)
+            elif status is None:
+                group.give(CallFailed(group.calls.pop(call.call_id).call_id, "timed out"))
+            else:
+                group.reply(call, status=status)
+
+
+@pytest.mark.requirement("RS-6")
+@pytest.mark.parametrize("status", [400, 403, 404, 503, None])
+def test_a_member_that_reports_and_never_takes_its_commit_holds_nothing_up(
+    group: Group, status: int | None
+) -> None:
+    group.split(A, B)
+    group.answer_all()
+    _heedless(group, B, status, times=RESHARD_CALLS - 1)
+    assert not group.controller._maps.is_stable("m1")
+    _heedless(group, B, status, times=1)
+    assert group.controller._maps.is_stable("m1")
+    assert group.owners() == [A, B]
+    with pytest.raises(LocalProtocolError, match="not acknowledged"):
+        group.split(A, B)
+    group.pass_time(500)  # its range goes to another
+    plan = group.told()[C]
+    assert isinstance(plan, ReshardPlan)
+    assert plan.assign == ((16, 32),)
+    for _ in range(2):
+        for call in tuple(group.calls.values()):
+            if call.base_uri != B:
+                group.reply(call)
+    assert group.owners() == [A, C]
+    _heedless(group, B, status, times=1)
+    group.report(B, ttl_ms=60_000)
+    group.pass_time(8_000)
+    assert group.told() == {B: ReshardCommit(map="m1", commit=2)}  # it is still told
+    group.answer_all()
+    group.split(A, B)
+
+
+@pytest.mark.requirement("RS-6")
+def test_a_member_that_reports_and_never_aborts_holds_nothing_up(split: Group) -> None:
+    split.split(A, B, C)
+    split.reply(next(call for call in split.calls.values() if call.base_uri == C), status=409)
+    _heedless(split, B, None)
+    assert split.controller._maps.is_stable("m1")
+    assert split.owners() == [A, A]  # C has refused a plan
+
+
+@pytest.mark.requirement("RS-6")
+def test_nothing_ends_the_wait_after_a_commit_that_was_refused(split: Group) -> None:
+    split.report(B, epoch=2, state="draining", ttl_ms=60_000)
+    split.answer_all()  # the plans
+    late = [call for call in split.calls.values() if call.base_uri == A]
+    for call in tuple(split.calls.values()):
+        if call.base_uri == C:
+            del split.calls[call.call_id]
+            split.give(AnswerReceived(call.call_id, *problem_response(Problem(PLAN_CONFLICT))))
+        else:
+            split.reply(call)
+    assert split.controller._maps.is_stable("m1")
+    assert len(late) == 1
+    split.pass_time(499)
+    for call in late:  # what the network repeats
+        split.controller._maps.handle(
+            CommitCall("m1", A, 2), AnswerReceived(call.call_id, Response(status=200), b""), split.now_ms
+        )
+    split.report(C, state="draining", ttl_ms=60_000)
+    split.report(C, ttl_ms=60_000)
+    assert split.told() == {}
+    split.pass_time(1)
+    assert isinstance(split.told()[A], ReshardPlan)
