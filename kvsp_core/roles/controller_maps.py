@@ -79,6 +79,8 @@ class _Group:
     context: MapContext
     """The context as the authoritative version of the map splits it."""
     state: m.State
+    cause: str | None = None
+    """The ``traceparent`` of the request that the last change is for, if there is one; it is not stored."""
     coming: MapContext | None = None
     """The context as the change under way splits it; it takes the other's place when that is decided."""
     failures: int = 0
@@ -87,8 +89,8 @@ class _Group:
     """Members by which changes have failed since the last that did not: others get ranges before them."""
     unheeded: dict[str, int] = attrs.Factory(dict)
     """Member -> calls in a row by which it did not do what the change under way waits for."""
-    rests_until_ms: int = 0
-    """No change of it begins by itself before that."""
+    rests_until_ms: int | None = None
+    """Before that no change of it begins by itself."""
 
 
 class ShardMaps:
@@ -172,10 +174,18 @@ class ShardMaps:
 
     # What is to be done
 
-    def begin(self, map_id: str, shards: tuple[Shard, ...], context: MapContext, now_ms: int) -> None:
+    def begin(
+        self,
+        map_id: str,
+        shards: tuple[Shard, ...],
+        context: MapContext,
+        now_ms: int,
+        cause: str | None = None,
+    ) -> None:
         """Go over to these shards; none end the map. A map's identifier is not used again after its end.
 
-        The context takes the place of the one before when the change is decided. Raises `LocalProtocolError`
+        The context takes the place of the one before when the change is decided; its calls are for the
+        request `cause`. Raises `LocalProtocolError`
         while a change is under way, or for an instance that may not take ranges, and `LimitExceeded` where
         there are too many maps, shards or blocks.
         """
@@ -201,7 +211,7 @@ class ShardMaps:
         self._over.pop(map_id, None)
         if not group.state.map.shards:
             group.context = context
-        group.coming = context
+        group.coming, group.cause, group.rests_until_ms = context, cause, None
         self._enter(map_id, group, state, effects, now_ms)
 
     def restore(self, stored: StoredMap, now_ms: int) -> None:
@@ -333,23 +343,18 @@ class ShardMaps:
             self._unrepaired.pop(map_id, None)
         if isinstance(before, m.Aborting | m.Committing):
             group.unheeded.clear()
-            if self._wants_change(map_id, group):
-                # Not at once, lest a member that refuses, a plan or what became of it, be asked without end.
-                group.rests_until_ms = now_ms + self._retry_ms
+            # Not at once, lest a member that refuses, a plan or what became of it, be asked without end.
+            group.rests_until_ms = now_ms + self._retry_ms
         self._change(map_id, group, now_ms)
-
-    def _wants_change(self, map_id: str, group: _Group) -> bool:
-        return map_id in self._unrepaired or group.context.scope_id in self._ending
 
     def _change(self, map_id: str, group: _Group, now_ms: int) -> None:
         """Begin the change that a stable map is in want of, if any, unless the last one was a moment ago."""
-        if not self._wants_change(map_id, group):
+        if map_id not in self._unrepaired and group.context.scope_id not in self._ending:
+            group.rests_until_ms = None
             return
-        if now_ms < group.rests_until_ms:
-            due_ms = m.next_deadline_ms(group.state)
-            self._alarms.set(
-                map_id, group.rests_until_ms if due_ms is None else min(due_ms, group.rests_until_ms)
-            )
+        rests_until_ms, due_ms = group.rests_until_ms, m.next_deadline_ms(group.state)
+        if rests_until_ms is not None and now_ms < rests_until_ms:
+            self._alarms.set(map_id, rests_until_ms if due_ms is None else min(due_ms, rests_until_ms))
         elif group.context.scope_id in self._ending:
             self.begin(map_id, (), group.context, now_ms)
         else:
@@ -362,13 +367,14 @@ class ShardMaps:
                     group.context, group.coming = group.coming, None
                 self._work.emit(Persist((map_write(StoredMap(record=record, context=group.context)),)))
             case m.Prepare(instance, plan):
-                self._tell(
-                    PlanCall(map_id, instance, plan.to), _plan_message(map_id, group, plan), plan.deadline_ms
-                )
+                message = _plan_message(map_id, group, plan)
+                self._tell(group, PlanCall(map_id, instance, plan.to), message, plan.deadline_ms)
             case m.Commit(instance, version):
-                self._tell(CommitCall(map_id, instance, version), ReshardCommit(map=map_id, commit=version))
+                commit = ReshardCommit(map=map_id, commit=version)
+                self._tell(group, CommitCall(map_id, instance, version), commit)
             case m.Abort(instance, version):
-                self._tell(AbortCall(map_id, instance, version), ReshardAbort(map=map_id, abort=version))
+                abort = ReshardAbort(map=map_id, abort=version)
+                self._tell(group, AbortCall(map_id, instance, version), abort)
             case m.Committed(moved_tokens=moved, computed_tokens=computed):
                 group.unwilling = frozenset()
                 self._work.observe("kvsp_reshards", outcome="committed")
@@ -384,13 +390,16 @@ class ShardMaps:
             case _:
                 assert_never(effect)
 
-    def _tell(self, call: ReshardCall, message: ReshardMessage, timeout_ms: int | None = None) -> None:
+    def _tell(
+        self, group: _Group, call: ReshardCall, message: ReshardMessage, timeout_ms: int | None = None
+    ) -> None:
         self._work.call(
             call.instance,
             ReshardGroup(),
             message,
             purpose=call,
             timeout_ms=timeout_ms or self._call_timeout_ms,
+            cause=group.cause,
         )
 
     def _reassign(self, map_id: str, group: _Group, now_ms: int) -> None:

@@ -41,13 +41,13 @@ def serve_shards(maps: ShardMaps, asked: Asked, policy: Policy, now_ms: int) -> 
     if isinstance(operation, SplitContext):
         assert isinstance(asked.body, SplitRequest)
         problem = authorize(policy, asked.client, operation, scope_id=asked.body.scope_id)
-        problem = problem or _split(maps, operation.map, asked.body, now_ms)
+        problem = problem or _split(maps, operation.map, asked.body, now_ms, asked.traceparent)
         status = 200 if maps.is_stable(operation.map) else 202
     else:
         known = maps.get(operation.map) is not None
         problem, status = None if known else _NO_MAP, 200
         if known and isinstance(operation, EndShardMap):
-            problem = _end(maps, operation.map, now_ms)
+            problem = _end(maps, operation.map, now_ms, asked.traceparent)
             if problem is None:
                 return done(asked.request_id, 202)
     if problem is not None:
@@ -55,7 +55,9 @@ def serve_shards(maps: ShardMaps, asked: Asked, policy: Policy, now_ms: int) -> 
     return answer(asked.request_id, maps.info(operation.map), status)
 
 
-def _split(maps: ShardMaps, map_id: str, request: SplitRequest, now_ms: int) -> Problem | None:
+def _split(
+    maps: ShardMaps, map_id: str, request: SplitRequest, now_ms: int, cause: str | None
+) -> Problem | None:
     """Begin to split a context as asked; return why not, where it cannot be. As it is already: do nothing."""
     current = maps.get(map_id)
     if current is None:
@@ -89,7 +91,7 @@ def _split(maps: ShardMaps, map_id: str, request: SplitRequest, now_ms: int) -> 
     if shards == current.shards and not lost:
         return None
     try:
-        maps.begin(map_id, shards, made_of, now_ms)
+        maps.begin(map_id, shards, made_of, now_ms, cause)
     except LimitExceeded as error:
         return Problem(TOO_LARGE, str(error))
     return None
@@ -105,8 +107,8 @@ def _continues(context: MapContext, request: SplitRequest) -> bool:
     )
 
 
-def _end(maps: ShardMaps, map_id: str, now_ms: int) -> Problem | None:
+def _end(maps: ShardMaps, map_id: str, now_ms: int, cause: str | None) -> Problem | None:
     if not maps.is_stable(map_id):
         return _UNDER_WAY
-    maps.begin(map_id, (), maps.context(map_id), now_ms)
+    maps.begin(map_id, (), maps.context(map_id), now_ms, cause)
     return None

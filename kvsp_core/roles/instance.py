@@ -397,7 +397,7 @@ class Instance:
                 cause = asked.traceparent
                 self._sessions.stream_output(request_id, asked.client, session, body, now_ms, cause)
             case ReshardGroup():
-                self._shards.reshard(request_id, _reshard_message(body), now_ms)
+                self._shards.reshard(request_id, _reshard_message(body), now_ms, asked.traceparent)
             case Attend(map_id):
                 assert isinstance(body, AttendRequest)
                 self._shards.attend(request_id, map_id, body)

@@ -85,6 +85,8 @@ class _Shard:
     compat_id: str = ""
     scope_id: str = ""
     keys: tuple[str, ...] = ()
+    cause: str | None = None
+    """What its last plan belongs to: a ``traceparent``."""
     waiting: list[int] = attrs.field(factory=list)
     """Requests that wait for the plan to be loaded."""
     loading: str | None = None
@@ -163,8 +165,10 @@ class Shards:
 
     # Requests
 
-    def reshard(self, request_id: int, message: ReshardMessage, now_ms: int) -> None:
-        """Serve POST reshard: a plan, a commit or an abort."""
+    def reshard(
+        self, request_id: int, message: ReshardMessage, now_ms: int, cause: str | None = None
+    ) -> None:
+        """Serve POST reshard: a plan, a commit or an abort. What is loaded for a plan is for `cause`."""
         shard = self._shards.get(message.map) or _Shard(message.map)
         match message:
             case ReshardPlan():
@@ -173,6 +177,7 @@ class Shards:
                     self._work.emit(refuse(request_id, problem))
                     return
                 shard.waiting.append(request_id)
+                shard.cause = cause
                 self._advance(shard, member.PlanReceived(self._plan(message)), now_ms, request_id, message)
             case ReshardCommit(commit=version):
                 self._advance(shard, member.CommitReceived(version), now_ms, request_id)
@@ -376,6 +381,7 @@ class Shards:
             scope_id=shard.scope_id,
             duration_ms=duration_ms,
             now_ms=now_ms,
+            cause=shard.cause,
         )
         if not taken:
             del self._directives[directive]

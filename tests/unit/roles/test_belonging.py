@@ -10,9 +10,10 @@ import pytest
 from kvsp_core.answers import empty_response, json_response
 from kvsp_core.ext_messages import OutputRequest
 from kvsp_core.machines.prefetch import PrefetchLimits
-from kvsp_core.messages import ResumeRequest
+from kvsp_core.messages import FetchRange, ReshardPlan, ResumeRequest
 from kvsp_core.resources import (
     CreateLease,
+    EndShardMap,
     GetBlock,
     Lookup,
     PlaceRequest,
@@ -20,18 +21,21 @@ from kvsp_core.resources import (
     RecordCheckpoint,
     ReleaseLease,
     ReportStatus,
+    ReshardGroup,
     ResumeSession,
     RoleName,
     Router,
+    SplitContext,
     StoreBlock,
     StreamOutput,
 )
 from kvsp_core.roles import engine
 from kvsp_core.roles.role import AnswerReceived, Call
 from tests.unit.roles import test_controller as controller
-from tests.unit.roles.instance_world import CACHE, FE, PC, SESSION, World, key_of
+from tests.unit.roles import test_controller_maps as maps
+from tests.unit.roles.instance_world import CACHE, FE, HOLDER, PC, SESSION, B, World, key_of
 from tests.unit.roles.test_front_end import Client, info, placed
-from tests.unit.roles.test_instance import KEYS, PROMPT, checkpoint, directive
+from tests.unit.roles.test_instance import KEYS, PROMPT, checkpoint, directive, plan
 
 T = TypeVar("T")
 ONE, TWO, THREE = (f"00-{digit * 32}-{digit * 16}-01" for digit in "123")
@@ -112,6 +116,26 @@ def test_a_checkpoint_that_is_refused_says_nothing_of_what_its_session_belongs_t
     talk.report(controller.B)
     talk.pass_time(1001)
     assert talk.call_to(controller.B, "resume").traceparent == ONE
+
+
+def test_all_calls_of_a_split_that_is_asked_for_belong_to_that_and_its_repair_to_nothing() -> None:
+    group = maps.Group()
+    group.controller.policy = maps.OPERATED
+    group.traceparent = ONE
+    assert group.ask(maps.OPERATOR, SplitContext("m1"), maps.request(maps.A, maps.B))[0] == 202
+    group.traceparent = TWO
+    for _ in range(2):  # the plans, the commits
+        assert [call.traceparent for call in group.calls.values()] == [ONE, ONE]
+        group.answer_all()
+    group.report(maps.B, epoch=2, ttl_ms=60_000)
+    assert set(map(type, group.told().values())) == {ReshardPlan}
+    assert {call.traceparent for call in group.calls.values()} == {None}
+    group.answer_all()
+    group.answer_all()
+    group.traceparent = THREE
+    assert group.ask(maps.OPERATOR, EndShardMap("m1"))[0] == 202
+    group.answer_all(503)  # the plans are refused, so the change is given up
+    assert {call.traceparent for call in group.calls.values()} == {THREE}
 
 
 # The instance
@@ -223,3 +247,13 @@ def made(world: World, kind: type[T]) -> list[tuple[Call, T]]:
     router = Router(RoleName)
     routed = [(call, router.route(call.request)) for call in world.of(Call)]
     return [(call, operation) for call, operation in routed if isinstance(operation, kind)]
+
+
+def test_what_is_loaded_for_a_reshard_belongs_to_its_plan() -> None:
+    world = World()
+    world.traceparent = ONE
+    world.ask(PC, ReshardGroup(), plan(4, 5, fetch=(FetchRange(tokens=(0, 2 * B), from_=HOLDER),)))
+    world.traceparent = TWO
+    world.load(*KEYS)
+    for kind in (Lookup, CreateLease, GetBlock):
+        assert {call.traceparent for call, _ in made(world, kind)} == {ONE}, kind
