@@ -16,6 +16,7 @@ __all__ = [
     "ENGINE_FAILURE_MS",
     "FAULT_WITHDRAWAL_MS",
     "LEASE_QUOTA_BYTES",
+    "LOOKUP_TIMEOUT_MS",
     "MAX_AVOIDED_INSTANCES",
     "MAX_BASE_URI_CHARS",
     "MAX_CONCURRENT_LOADS",
@@ -296,6 +297,10 @@ PLACEMENT_WAIT_MS: Final = 10_000
 CALL_TIMEOUT_MS: Final = 5_000
 """How long a role waits for the answer to a call, where nothing else says."""
 
+LOOKUP_TIMEOUT_MS: Final = 2_000
+"""How long a placement waits for an answer of the index; then it goes on without, while its front end still
+waits."""
+
 MAX_INSTANCE_SESSIONS: Final = 4096
 """Sessions an instance has or remembers at a time; one more is 503."""
 
@@ -343,7 +348,8 @@ SHARED_LEASE_KEYS: Final = 256
 """Blocks that an instance has leased at a time for what it loads from a holder; more are several leases."""
 
 UNREACHABLE_MS: Final = 5_000
-"""How long an instance asks a holder for no further block after one request of it got no answer."""
+"""How long an instance asks a holder or a part of the index for nothing further after one request of it got
+no answer, and how long a controller waits before it asks such a part once more whether it answers."""
 
 COPY_LEASE_MS: Final = 45_000
 """How long copies of a session's blocks are kept after its instance was last heard of: longer than noticing

@@ -66,6 +66,7 @@ from kvsp_core.roles.controller_placement import (
     LookupCall,
     Match,
     Placements,
+    ProbeCall,
     Subject,
     blocks_to_load,
     placement_answer,
@@ -245,6 +246,7 @@ class Controller:
             self._fleet.next_deadline_ms(),
             self._sessions.next_deadline_ms(),
             self._maps.next_deadline_ms(),
+            self._placements.next_deadline_ms(),
             self._alarms.next_ms(),
         )
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
@@ -304,6 +306,7 @@ class Controller:
         for ledger, effects in self._sessions.fire(now_ms):
             self._follow(ledger.record.session, effects)
         self._maps.fire(now_ms)
+        self._placements.fire(now_ms)
         for key in self._alarms.take_due(now_ms):
             if self._waiting.pop(int(key), None) is not None:
                 self._work.emit(refuse(int(key), _NO_INSTANCE))
@@ -342,8 +345,8 @@ class Controller:
 
     def _called(self, purpose: Any, item: AnswerReceived | CallFailed, now_ms: int) -> None:
         match purpose:
-            case LookupCall() | DescriptorCall():
-                found = self._placements.handle(purpose, item)
+            case LookupCall() | DescriptorCall() | ProbeCall():
+                found = self._placements.handle(purpose, item, now_ms)
                 if found is not None:
                     self._found(found, now_ms)
             case _ResumeCall(session, epoch):

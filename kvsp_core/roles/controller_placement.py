@@ -3,11 +3,12 @@
 A placement asks the index for the replicas of the prompt's blocks, in each scope the request names, and for
 the descriptor of its model where that is not known. What has come is compared by the estimates of
 `kvsp_core.machines.placement` (PL-1, PL-2; decisions W13, W24, W25). An index that cannot be reached makes a
-placement worse, never impossible.
+placement worse, never impossible, and those that follow do not wait for it until it answers again.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias, assert_never
@@ -19,7 +20,7 @@ from kvsp_core.errors import KVSPError, RemoteProtocolError
 from kvsp_core.ext_messages import CandidateCost, MissedBlocks, PlacementAnswer, ScopedPrefix
 from kvsp_core.identity import CompatibilityDescriptor
 from kvsp_core.index_parts import IndexParts
-from kvsp_core.limits import CALL_TIMEOUT_MS, MAX_DESCRIPTORS, MAX_LOOKUP_KEYS
+from kvsp_core.limits import LOOKUP_TIMEOUT_MS, MAX_DESCRIPTORS, MAX_LOOKUP_KEYS, UNREACHABLE_MS
 from kvsp_core.machines.fleet import Fleet
 from kvsp_core.machines.placement import (
     Candidate,
@@ -33,6 +34,7 @@ from kvsp_core.machines.placement import (
     place,
 )
 from kvsp_core.machines.session import SessionRecord
+from kvsp_core.machines.silent_peers import SilentPeers
 from kvsp_core.messages import LookupAnswer, LookupRequest, PrefetchBlock
 from kvsp_core.problems import Problem
 from kvsp_core.records import InstanceStatus, ReplicaRecord
@@ -61,7 +63,7 @@ class PlacementSettings:
     classes: Mapping[str, str] = _NO_NAMES
     descriptors: Mapping[str, CompatibilityDescriptor] = _NO_DESCRIPTORS
     default_service_us: int = 1_000_000
-    call_timeout_ms: int = CALL_TIMEOUT_MS
+    call_timeout_ms: int = LOOKUP_TIMEOUT_MS
     max_lookup_keys: int = MAX_LOOKUP_KEYS
 
 
@@ -107,13 +109,24 @@ class LookupCall:
 
 @attrs.frozen
 class DescriptorCall:
-    """Asks an index for the descriptor of a model."""
+    """Asks a part of the index for the descriptor of a model."""
 
     gather: int
+    part: str
     compat_id: str = attrs.field(repr=False)
 
 
-PlacementCall: TypeAlias = LookupCall | DescriptorCall
+@attrs.frozen
+class ProbeCall:
+    """Asks a part of the index that was silent whether it answers. No placement waits for it."""
+
+    part: str
+
+
+PlacementCall: TypeAlias = LookupCall | DescriptorCall | ProbeCall
+
+_NOTHING: Final = LookupAnswer(matched=0, blocks=())
+"""What counts as the answer of a part that gives none: it knows nothing."""
 
 
 @attrs.frozen(kw_only=True)
@@ -175,6 +188,8 @@ class Placements:
         self._gathers: dict[int, _Gather] = {}
         self._number_of: dict[Any, int] = {}  # what a placement is for -> its gather
         self._last = 0
+        self._silent = SilentPeers(retry_ms=UNREACHABLE_MS)
+        self._probes: dict[str, LookupRequest | GetDescriptor] = {}  # part -> what it gave no answer to
 
     def __len__(self) -> int:
         return len(self._gathers)
@@ -193,14 +208,11 @@ class Placements:
                 self._look_up(number, index)
         if subject.compat_id not in self._descriptors and self._index:
             keys = [key for prefix in subject.prefixes for key in prefix.block_keys[:1]]
-            call = self._work.call(
-                self._index.of(keys[0]) if keys else self._index.uris[0],  # who knows its record knows it
-                GetDescriptor(subject.compat_id),
-                purpose=DescriptorCall(number, subject.compat_id),
-                timeout_ms=self._settings.call_timeout_ms,
-                cause=subject.cause,
-            )
-            gather.calls.add(call)
+            parts = (*map(self._index.of, keys[:1]), *self._index.uris)  # who knows its record knows it
+            part = next((part for part in parts if part not in self._silent), None)
+            if part is not None:
+                call = DescriptorCall(number, part, subject.compat_id)
+                gather.calls.add(self._call(part, GetDescriptor(subject.compat_id), call, subject.cause))
         return self._finish(number)
 
     def cancel(self, purpose: Any) -> None:
@@ -211,52 +223,87 @@ class Placements:
                 self._work.cancel(call)
 
     def _look_up(self, number: int, prefix: int) -> None:
-        """Ask the index for the next keys of a prefix, each of its parts for its share."""
+        """Ask each part of the index for its share of the next keys of a prefix, up to the first key of one
+        that is silent."""
         gather = self._gathers[number]
         keys, scope_id = gather.subject.prefixes[prefix].block_keys, gather.subject.prefixes[prefix].scope_id
         known = len(gather.replicas[prefix])
+        keys = keys[known : known + self._settings.max_lookup_keys]
+        keys = tuple(itertools.takewhile(lambda key: self._index.of(key) not in self._silent, keys))
+        if not keys:
+            return
         request = LookupRequest(
             scope_id=scope_id,
             compat_id=gather.subject.compat_id,
-            block_keys=keys[known : known + self._settings.max_lookup_keys],
+            block_keys=keys,
             holders=self._policy().producers(scope_id),
         )
         shares = self._index.shares(request)
         gather.lookups[prefix] = _Lookup(request, len(shares))
         for part, share in shares.items():
-            call = self._work.call(
-                part,
-                Lookup(),
-                share,
-                purpose=LookupCall(number, prefix, part),
-                timeout_ms=self._settings.call_timeout_ms,
-                cause=gather.subject.cause,
-            )
-            gather.calls.add(call)
+            call = LookupCall(number, prefix, part)
+            gather.calls.add(self._call(part, share, call, gather.subject.cause))
 
-    def handle(self, call: PlacementCall, item: AnswerReceived | CallFailed) -> Found | None:
-        """Take in the end of a call; return what was found where it was the last."""
-        self._gathers[call.gather].calls.discard(item.call_id)
+    def _call(
+        self,
+        part: str,
+        asked: LookupRequest | GetDescriptor,
+        purpose: PlacementCall,
+        cause: str | None = None,
+    ) -> int:
+        operation, body = (Lookup(), asked) if isinstance(asked, LookupRequest) else (asked, None)
+        return self._work.call(
+            part,
+            operation,
+            body,
+            purpose=purpose,
+            timeout_ms=self._settings.call_timeout_ms,
+            cause=cause,
+        )
+
+    def handle(self, call: PlacementCall, item: AnswerReceived | CallFailed, now_ms: int) -> Found | None:
+        """Take in the end of a call; return what was found where it was the last of a placement."""
+        if isinstance(item, AnswerReceived):
+            self._silent.note_answer(call.part)
         match call:
+            case ProbeCall(part):
+                if isinstance(item, CallFailed):
+                    self._silent.note_probe_failed(part, now_ms)
+                return None
             case LookupCall():
-                self._looked_up(call, _read(item))
-            case DescriptorCall():
-                self._described(call.compat_id, item)
+                self._looked_up(call, item, now_ms)
+            case DescriptorCall(part=part, compat_id=compat_id):
+                if isinstance(item, CallFailed):
+                    self._note_silence(part, GetDescriptor(compat_id), now_ms)
+                self._described(compat_id, item)
             case _:
                 assert_never(call)
+        self._gathers[call.gather].calls.discard(item.call_id)
         return self._finish(call.gather)
 
-    def _looked_up(self, call: LookupCall, answer: LookupAnswer | None) -> None:
-        """Take the answer of a part in. Where one has none, the keys that were asked for count as not cached:
-        they are spread so evenly that the prefix would soon end at one of its own."""
+    def _note_silence(self, part: str, asked: LookupRequest | GetDescriptor, now_ms: int) -> None:
+        """A part gave no answer: placements go on as if it knew nothing, and probes ask it this again."""
+        self._probes[part] = asked
+        self._silent.note_silence(part, now_ms)
+        self.fire(now_ms)
+
+    def fire(self, now_ms: int) -> None:
+        """Probe the parts of the index for which it is time."""
+        for part in self._silent.take_due(now_ms):
+            self._call(part, self._probes[part], ProbeCall(part))
+
+    def next_deadline_ms(self) -> int | None:
+        """Return when `fire` is next due, or None."""
+        return self._silent.next_deadline_ms()
+
+    def _looked_up(self, call: LookupCall, item: AnswerReceived | CallFailed, now_ms: int) -> None:
+        """Take the answer of a part in; what it does not say, it does not know."""
         gather = self._gathers[call.gather]
-        lookup = gather.lookups.get(call.prefix)
-        if lookup is None:
-            return
-        if answer is None:
-            del gather.lookups[call.prefix]
-            return
-        lookup.answers[call.part] = answer
+        lookup = gather.lookups[call.prefix]
+        if isinstance(item, CallFailed):
+            share = self._index.shares(lookup.request)[call.part]
+            self._note_silence(call.part, attrs.evolve(share, block_keys=share.block_keys[:1]), now_ms)
+        lookup.answers[call.part] = _read(item)
         if len(lookup.answers) < lookup.parts:
             return
         del gather.lookups[call.prefix]
@@ -386,14 +433,14 @@ class Placements:
         self._service_us[instance] = mean_service_us(mean_us, sample_us)
 
 
-def _read(item: AnswerReceived | CallFailed) -> LookupAnswer | None:
+def _read(item: AnswerReceived | CallFailed) -> LookupAnswer:
     if isinstance(item, CallFailed):
-        return None
+        return _NOTHING
     try:
         answer = read_answer(LookupAnswer, item.response, item.body)
     except KVSPError:
-        return None
-    return None if isinstance(answer, Problem) else answer
+        return _NOTHING
+    return _NOTHING if isinstance(answer, Problem) else answer
 
 
 def blocks_to_load(instance: str, match: Match) -> tuple[PrefetchBlock, ...]:

@@ -33,6 +33,7 @@ from kvsp_core.ext_messages import (
 from kvsp_core.heads import Response
 from kvsp_core.identity import CompatibilityDescriptor, Scope
 from kvsp_core.limits import (
+    CALL_TIMEOUT_MS,
     ENGINE_FAILURE_MS,
     MAX_AVOIDED_INSTANCES,
     MAX_ENGINE_FAILURES,
@@ -213,7 +214,7 @@ class FrontEnd:
         descriptor: CompatibilityDescriptor,
         scopes: Iterable[Scope],
         max_generations: int = MAX_GENERATIONS,
-        call_ms: int = 5_000,
+        call_ms: int = CALL_TIMEOUT_MS,
         silence_ms: int = OUTPUT_SILENCE_MS,
         placement_ms: int = MAX_PLACEMENT_MS,
         patience_ms: int = MAX_SESSION_IDLE_MS,

@@ -55,6 +55,7 @@ class _LookupFor:
     table: str
     directive: str
     part: str
+    asked_ms: int
 
 
 @attrs.frozen
@@ -141,7 +142,8 @@ class Loads:
         self._causes: dict[str, str | None] = {}  # directive -> the request that it is for
         self._ended: list[prefetch.Ended] = []
         self._leases = SharedLeases()
-        # Holders that gave no answer, the longest ago first, and until when they are passed over.
+        # Holders and parts of the index that gave no answer, the longest ago first, and until when they are
+        # passed over.
         self._unreachable_until_ms: dict[str, int] = {}
         # What the table is to be told next: of leases that loads asked for, of lookups that cannot be made.
         self._news: deque[prefetch.LoadReport | prefetch.LookupFailed] = deque()
@@ -246,7 +248,7 @@ class Loads:
     def _carry_out(self, effect: prefetch.Effect, now_ms: int) -> None:
         match effect:
             case prefetch.Lookup(directive, block_keys, holders):
-                self._look_up(directive, block_keys, holders)
+                self._look_up(directive, block_keys, holders, now_ms)
             case prefetch.CancelLookup(directive):
                 self._stop_looking_up(directive)
             case prefetch.LoadRequest(job, key, of_load):
@@ -265,8 +267,10 @@ class Loads:
         message = self.table.message_of(block_key)
         return None if message is None else BlockName(message.compat_id, message.scope_id, block_key)
 
-    def _look_up(self, directive: str, block_keys: tuple[str, ...], holders: tuple[str, ...]) -> None:
-        if not self._index:
+    def _look_up(
+        self, directive: str, block_keys: tuple[str, ...], holders: tuple[str, ...], now_ms: int
+    ) -> None:
+        if not self._index or any(self._index.of(key) in self._unreachable_until_ms for key in block_keys):
             self._news.append(prefetch.LookupFailed(directive))
             return
         message = self.table.message_of(block_keys[0])
@@ -280,7 +284,7 @@ class Loads:
                 part,
                 Lookup(),
                 share,
-                purpose=_LookupFor(self.name, directive, part),
+                purpose=_LookupFor(self.name, directive, part, now_ms),
                 timeout_ms=self._call_timeout_ms,
                 cause=self._causes.get(directive),
             )
@@ -403,6 +407,8 @@ class Loads:
         """Take in how a call of this table has ended."""
         match purpose:
             case _LookupFor():
+                if now_ms - purpose.asked_ms >= self._call_timeout_ms:  # what fails sooner can be tried again
+                    self._note_reachable(purpose.part, item, now_ms)
                 if (event := self._looked_up(purpose, item)) is not None:
                     self._stop_looking_up(purpose.directive)
                     self.handle(event, now_ms)
@@ -419,13 +425,13 @@ class Loads:
                 pass
 
     def _note_reachable(
-        self, holder: str, item: AnswerReceived | BlockReceived | CallFailed, now_ms: int
+        self, peer: str, item: AnswerReceived | BlockReceived | CallFailed, now_ms: int
     ) -> None:
-        """Take note whether a holder answers. One that does not is passed over for a while: each block would
-        wait for it anew, and all that a dead instance held would come too late."""
-        self._unreachable_until_ms.pop(holder, None)
+        """Take note whether a holder or a part of the index answers. One that does not is passed over for a
+        while: each block would wait for it anew, and all that a dead instance held would come too late."""
+        self._unreachable_until_ms.pop(peer, None)
         if isinstance(item, CallFailed):
-            self._unreachable_until_ms[holder] = now_ms + UNREACHABLE_MS
+            self._unreachable_until_ms[peer] = now_ms + UNREACHABLE_MS
             self._forget_unreachable(now_ms)
 
     def _forget_unreachable(self, now_ms: int) -> None:

@@ -13,6 +13,11 @@ def test_a_resume_has_the_time_that_loading_and_asking_for_the_prompt_take() -> 
     assert limits.RESUME_DEADLINE_MS > limits.RESUME_LOAD_MS + limits.PROMPT_WAIT_MS
 
 
+@pytest.mark.requirement("OP-4")
+def test_a_front_end_still_waits_for_a_placement_whose_index_is_silent() -> None:
+    assert 2 * limits.LOOKUP_TIMEOUT_MS < limits.CALL_TIMEOUT_MS
+
+
 @pytest.mark.requirement("CP-1")
 def test_copies_outlive_the_failure_of_their_instance_and_the_resume_elsewhere() -> None:
     settings = InstanceSettings(base_uri="https://a/", controller_uri="", index_uris=(), epoch=1)

@@ -615,6 +615,89 @@ def test_an_index_that_cannot_be_reached_makes_a_placement_worse_and_not_impossi
     assert talk.answers[number][0].status == 201
 
 
+def lose(talk: Talk, part: str, reason: str = "timed out") -> None:
+    """Let all calls of a part of the index fail that are under way."""
+    for call in [call for call in talk.calls.values() if call.base_uri == part]:
+        talk.give(CallFailed(talk.calls.pop(call.call_id).call_id, reason))
+
+
+@pytest.mark.requirement("OP-4")
+def test_placements_do_not_wait_for_an_index_that_was_silent_until_it_answers_again() -> None:
+    part = "https://is1.example/"
+    talk = Talk(placement={"index_uris": (part,)})
+    talk.report(A, ttl_ms=60_000)
+    talk.replicas = {key: (replica(key),) for key in KEYS}
+    numbers = [talk.send(FE, PlaceRequest(), placement()) for _ in range(2)]
+    lose(talk, part)
+    assert [talk.answers[number][0].status for number in numbers] == [201, 201]
+    (probe,) = talk.calls.values()  # at once, for perhaps only calls were lost
+    assert decode(LookupRequest, probe.body).block_keys == KEYS[:1]  # type: ignore[arg-type]
+    for _ in range(3):
+        assert talk.place().candidates[0].fetched_tokens == 0
+        assert [call for call in talk.calls.values() if call.base_uri == part] == [probe]
+        lose(talk, part)
+        talk.pass_time(4_999)
+        assert talk.place().candidates[0].fetched_tokens == 0
+        assert part not in {call.base_uri for call in talk.calls.values()}
+        talk.pass_time(1)
+        (probe,) = (call for call in talk.calls.values() if call.base_uri == part)
+    talk.reply(probe, status=503)  # it is there, whatever it says
+    number = talk.send(FE, PlaceRequest(), placement())
+    (call,) = (call for call in talk.calls.values() if call.base_uri == part)
+    talk.look_up(call)
+    assert decode(PlacementAnswer, talk.answers[number][1]).candidates[0].fetched_tokens == 64
+    talk.pass_time(20_000)
+    assert part not in {call.base_uri for call in talk.calls.values()}
+
+
+@pytest.mark.requirement("OP-3", "OP-4")
+def test_of_an_index_a_part_of_which_is_silent_the_prefix_counts_that_the_others_know() -> None:
+    first, second = "https://is1.example/", "https://is2.example/"
+    talk = Talk(placement={"index_uris": (first, second), "descriptors": {}})
+    talk.report(A)
+    talk.replicas = {key: (replica(key),) for key in SPREAD}
+    number = talk.send(FE, PlaceRequest(), placement(SPREAD))
+    lose(talk, second)
+    assert number not in talk.answers  # the first part is still asked, also for the model
+    for _ in range(2):
+        for call in [call for call in talk.calls.values() if call.base_uri == first]:
+            if call.request.path == "lookup":
+                talk.look_up(call)
+            else:
+                del talk.calls[call.call_id]
+                response = Response(status=200, content_type=JSON_MEDIA_TYPE)
+                talk.give(AnswerReceived(call.call_id, response, DESCRIPTOR.canonical_json))
+        answer = decode(PlacementAnswer, talk.answers[number][1])
+        assert answer.candidates[0].fetched_tokens == 16
+        number = talk.send(FE, PlaceRequest(), placement(SPREAD))
+        asked = [call for call in talk.calls.values() if call.request.path == "lookup"]
+        assert (
+            {call.base_uri: decode(LookupRequest, call.body).block_keys for call in asked}
+            == {  # type: ignore[arg-type]
+                first: SPREAD[:1],
+                second: SPREAD[1:2],  # the probe
+            }
+        )
+    before = [call.base_uri for call in talk.calls.values()]
+    talk.send(FE, PlaceRequest(), placement((SPREAD[1],), compat_id="ab" * 32))
+    assert [call.base_uri for call in talk.calls.values()][len(before) :] == [first]  # for the model
+
+
+@pytest.mark.requirement("OP-4")
+def test_an_answer_to_an_earlier_call_ends_a_silence() -> None:
+    part = "https://is1.example/"
+    talk = Talk(placement={"index_uris": (part,)})
+    talk.report(A)
+    for _ in range(2):
+        talk.send(FE, PlaceRequest(), placement())
+    first, second = talk.calls.values()
+    talk.give(CallFailed(talk.calls.pop(first.call_id).call_id, "cut off"))
+    talk.look_up(second)
+    lose(talk, part)  # the probe
+    talk.send(FE, PlaceRequest(), placement())
+    assert [call.base_uri for call in talk.calls.values()] == [part]
+
+
 @pytest.mark.requirement("OP-3", "LK-1")
 def test_each_part_of_the_index_is_asked_for_the_keys_that_belong_to_it() -> None:
     parts = IndexParts(("https://is1.example/", "https://is2.example/"))

@@ -7,7 +7,7 @@ import pytest
 
 from kvsp_core.bodies import decode
 from kvsp_core.ext_messages import AttendRequest, OutputRequest
-from kvsp_core.limits import UNREACHABLE_MS
+from kvsp_core.limits import CALL_TIMEOUT_MS, UNREACHABLE_MS
 from kvsp_core.machines.prefetch import PrefetchLimits
 from kvsp_core.messages import (
     FetchRange,
@@ -145,6 +145,22 @@ def test_a_holder_that_gave_no_answer_is_passed_over_for_a_while() -> None:
     world.later(UNREACHABLE_MS)
     lookup("d2", "ee" * 32)
     assert asked() == [HOLDER]
+
+
+@pytest.mark.requirement("OP-4", "MG-2")
+def test_loads_do_without_an_index_that_kept_one_of_them_waiting() -> None:
+    world = World()
+    world.ask(PC, PrefetchBlocks(), directive(KEYS[0], deadline_ms=60_000))
+    world.now_ms += CALL_TIMEOUT_MS
+    world.fail(world.calls(Lookup)[0][0])
+    world.ask(PC, PrefetchBlocks(), directive(KEYS[0], name="d2"))
+    assert (world.calls(Lookup), state_of(world, "d2")) == ([], "failed")
+    world.later(UNREACHABLE_MS)
+    world.ask(PC, PrefetchBlocks(), directive(KEYS[0], name="d3"))
+    world.fail(world.calls(Lookup)[0][0])  # at once: the next may be luckier
+    world.ask(PC, PrefetchBlocks(), directive(KEYS[0], name="d4"))
+    world.answer_lookups(KEYS[0])
+    assert world.calls(CreateLease)
 
 
 @pytest.mark.requirement("PF-4")
