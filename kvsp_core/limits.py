@@ -72,6 +72,7 @@ __all__ = [
     "MAX_TIER_MOVES",
     "MAX_TOKENS_PER_CHECKPOINT",
     "MAX_UNCOVERED_TOKENS",
+    "MIN_LEASE_TTL_MS",
     "OUTPUT_SILENCE_MS",
     "OUTPUT_WINDOW_TOKENS",
     "PLACEMENT_WAIT_MS",
@@ -135,6 +136,9 @@ MAX_CONTAINER_LAYERS: Final = 1024
 
 MAX_LEASE_TTL_MS: Final = 60_000
 """Longest lease granted at a time; more is kvsp-lease-quota, and a lease can be renewed (LE-3)."""
+
+MIN_LEASE_TTL_MS: Final = 1_000
+"""Shortest lease that a client asks for anew where a holder refuses longer ones."""
 
 LEASE_QUOTA_BYTES: Final = 64 << 30
 """Octets one client has under lease at a holder, each block counted once; more is kvsp-lease-quota (LE-3)."""

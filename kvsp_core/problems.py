@@ -15,6 +15,7 @@ from typing import Final
 import attrs
 import msgspec
 
+from kvsp_core.limits import MIN_LEASE_TTL_MS
 from kvsp_core.registries import Registry
 
 __all__ = [
@@ -69,11 +70,13 @@ class ProblemType:
 class Problem:
     """One refusal: its type and, in plain words, what was wrong and what to do.
 
-    `detail` never holds a token, a key, a record or a session identifier.
+    `detail` never holds a token, a key, a record or a session identifier. `max_ttl_ms` is the longest lease
+    that is granted, where one was refused for being longer (decision W32).
     """
 
     type: ProblemType
     detail: str = ""
+    max_ttl_ms: int | None = None
 
     @property
     def status(self) -> int:
@@ -154,6 +157,8 @@ def problem_document(problem: Problem) -> bytes:
     }
     if problem.detail:
         members["detail"] = problem.detail
+    if problem.max_ttl_ms is not None:
+        members["max_ttl_ms"] = problem.max_ttl_ms
     return msgspec.json.encode(members)
 
 
@@ -171,9 +176,13 @@ def problem_of(status: int, octets: bytes) -> Problem:
     kind = PROBLEM_TYPES.get(document.type.removeprefix(PROBLEM_BASE_URI))
     if kind is None or document.type != kind.uri or kind.status // 100 != status // 100:
         kind = blank(status)
-    return Problem(kind, _UNPRINTABLE.sub(" ", document.detail)[:_MAX_DETAIL_CHARS].strip())
+    detail, longest = _UNPRINTABLE.sub(" ", document.detail)[:_MAX_DETAIL_CHARS].strip(), document.max_ttl_ms
+    if kind is not LEASE_QUOTA or type(longest) is not int or longest < MIN_LEASE_TTL_MS:
+        return Problem(kind, detail)
+    return Problem(kind, detail, longest)
 
 
 class _Document(msgspec.Struct):
     type: str = ""
     detail: str = ""
+    max_ttl_ms: object = None

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 import anyio
+import attrs
 
 from kvsp_client.errors import ClientClosed, Refused, Unavailable
 from kvsp_client.settings import ClientSettings
@@ -103,8 +104,8 @@ class HolderLease:
         """Do what the keeper wants done, until it wants nothing for now."""
         while self._todo:
             match self._todo.popleft():
-                case keeper.Acquire():
-                    await self._ask(CreateLease(), self._request)
+                case keeper.Acquire(ttl_ms):
+                    await self._ask(CreateLease(), attrs.evolve(self._request, ttl_ms=ttl_ms))
                 case keeper.Renew(lease, ttl_ms):
                     await self._ask(RenewLease(lease), LeaseRenewal(ttl_ms=ttl_ms))
                 case keeper.GiveBack(lease):
@@ -128,7 +129,7 @@ class HolderLease:
         problem = read_outcome(answer.response, answer.body)
         if problem is not None:
             self._refusal = Refused(self.holder, problem)
-            return keeper.Answered(answer.response.status)
+            return keeper.Answered(answer.response.status, max_ttl_ms=problem.max_ttl_ms)
         try:
             granted = read_answer(LeaseGranted, answer.response, answer.body)
         except RemoteProtocolError as error:

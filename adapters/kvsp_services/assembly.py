@@ -104,7 +104,7 @@ def set_limits(role: Role, section: RoleSection) -> None:
     match role, section:
         case Index(), IndexSection():
             role.limit(max_ttl_ms=section.max_ttl_ms, max_lookup_keys=section.max_lookup_keys)
-        case Holder(), HolderSection():
+        case (Holder(), HolderSection()) | (Instance(), InstanceSection()):
             role.limit(
                 max_lease_ttl_ms=section.max_lease_ttl_ms,
                 lease_quota_bytes=section.lease_quota_bytes,
@@ -164,6 +164,9 @@ def _make_instance(section: InstanceSection, materials: Materials) -> Instance:
         key_file=section.key_file,
         index=section.index,
         tiers=section.tiers,
+        record_ttl_ms=section.record_ttl_ms,
+        max_lease_ttl_ms=section.max_lease_ttl_ms,
+        lease_quota_bytes=section.lease_quota_bytes,
     )
     settings = InstanceSettings(
         base_uri=section.base_uri,
@@ -179,6 +182,7 @@ def _make_instance(section: InstanceSection, materials: Materials) -> Instance:
         ),
         numerics=materials.numerics,
         status_ttl_ms=section.status_ttl_ms,
+        report_to_index=section.report_to_index,
         sleep_after_ms=section.sleep_after_ms,
     )
     return Instance(

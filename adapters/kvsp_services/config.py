@@ -108,7 +108,7 @@ class HolderSection(RoleSection, frozen=True, kw_only=True):
     tiers: list[TierSection]
     record_ttl_ms: _Count = 600_000
     max_lease_ttl_ms: _Count = 60_000
-    """Instances ask for leases of up to 60,000 ms, and have none where less is granted."""
+    """Instances ask for leases of up to 60,000 ms; where less is granted, for so long, 1,000 at least."""
     lease_quota_bytes: _Count = 64 << 30
 
 
@@ -142,6 +142,13 @@ class InstanceSection(ModelSection, frozen=True, kw_only=True):
     max_sequences: _Count = 8
     status_ttl_ms: _Count = 3_000
     """After this time without a status the controller holds it for failed."""
+    record_ttl_ms: _Count = 600_000
+    """This, and the next two, are as a holder's: an instance is the holder of its tiers."""
+    max_lease_ttl_ms: _Count = 60_000
+    lease_quota_bytes: _Count = 64 << 30
+    report_to_index: bool = False
+    """Whether its status goes to the index too, for estimates for `targets`; an index in the process of the
+    controller has it from there."""
     sleep_after_ms: _Count | None = None
     """After this time without sessions and shards it asks to sleep; never, where this is left out (LC-1)."""
     prefill_tokens_per_s: int = 0
@@ -214,7 +221,9 @@ def read_config(path: Path) -> Config:
 LIMITS: Final = {
     "index": ("max_ttl_ms", "max_lookup_keys"),
     "holder": ("record_ttl_ms", "max_lease_ttl_ms", "lease_quota_bytes"),
+    "instance": ("record_ttl_ms", "max_lease_ttl_ms", "lease_quota_bytes"),
     "controller": ("min_active", "prefetch", "open_by_checkpoint"),
+    "log": ("level",),
 }
 """The keys of each section that hold anew after SIGHUP; others need a restart."""
 

@@ -40,7 +40,7 @@ class Generations:
         self._scope_id = scope_id
         self._refused = refused
         self._last = 0
-        self._log = structlog.get_logger().bind(role="front_end")
+        self._log = structlog.get_logger(role="front_end")
         self._streams: dict[int, MemoryObjectSendStream[GenerationEvent]] = {}
 
     def belongs_to(self, traceparent: str | None) -> str:

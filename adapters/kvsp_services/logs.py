@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, TextIO, TypeAlias
 
 import structlog
 
-__all__ = ["REQUEST_ID", "Hider", "LogFormat", "LogLevel", "configure_logs"]
+__all__ = ["REQUEST_ID", "Hider", "LogFormat", "LogLevel", "configure_logs", "set_level"]
 
 LogFormat: TypeAlias = Literal["json", "text"]
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
@@ -77,6 +77,11 @@ def _timestamp_first(
     return {"timestamp": event.pop("timestamp"), **event}
 
 
+def set_level(level: LogLevel) -> None:
+    """Log what is of this level or worse from now on, by all loggers but those that were bound before."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())))
+
+
 def configure_logs(
     level: LogLevel = "info", form: LogFormat = "json", output: TextIO | None = None
 ) -> structlog.stdlib.BoundLogger:
@@ -98,9 +103,9 @@ def configure_logs(
     if form == "text":
         renderer = structlog.dev.ConsoleRenderer(colors=False)
     stream = output if output is not None else sys.stderr
+    set_level(level)
     structlog.configure(
         processors=[*shared, renderer],
-        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
         logger_factory=structlog.WriteLoggerFactory(stream),
         cache_logger_on_first_use=False,
     )

@@ -1,9 +1,10 @@
 """A process that runs roles: started from a configuration, reloaded, drained and stopped by signals.
 
-SIGHUP reads policy, limits and certificates again, and deletes what the policy says is to be purged; what
-cannot be used is said and changes nothing. SIGTERM and SIGINT stop in order: no new connections, what is
-under way ends, stores are closed; then the log says "safe to stop", or which roles were not done. A role
-whose write could not be made durable is discarded and rebuilt from its store, a bounded number of times.
+SIGHUP reads policy, limits, certificates and the level of logs again, and deletes what the policy says is
+to be purged; what cannot be used is said and changes nothing. SIGTERM and SIGINT stop in order: no new
+connections, what is under way ends, stores are closed; then the log says "safe to stop", or which roles
+were not done. A role whose write could not be made durable is discarded and rebuilt from its store, a
+bounded number of times.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from kvsp_h2 import Credentials
 from kvsp_services.assembly import read_descriptors, read_scopes, read_storage_key, set_limits
 from kvsp_services.buffers import BufferPool
 from kvsp_services.config import Config, LoopName, with_limits_of
+from kvsp_services.logs import set_level
 from kvsp_services.loops import open_loop
 from kvsp_services.metrics import Metrics
 from kvsp_services.monitoring import MonitoringServer
@@ -112,8 +114,11 @@ class Process:
         except (KVSPError, OSError) as error:
             self._log.error("not reloaded", error=str(error))
             return
+        if config.log.level != self.config.log.level:
+            set_level(config.log.level)
         self.config, self.policy = config, policy
         for role, validity in zip(self.roles, valid, strict=True):
+            role.request_log.everything = config.log.level == "debug"
             role.certificate.renew(validity)
             role.section = config.roles[role.name]
             if role.role is not None:

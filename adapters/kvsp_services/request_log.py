@@ -45,15 +45,15 @@ def request_id_of(traceparent: str | None) -> str | None:
 class RequestLog:
     """Logs the requests and calls of one role.
 
-    All of them at level debug; at any level, as warnings, requests that the role could not answer and calls
-    that nobody did. Of those there is no bound while a peer is away or overloaded, so of one operation with
-    one peer the first is a warning, and then one in 10 s, which says how many were left out. What is refused
-    for overload is counted (see the metrics), not logged: it would make the load worse.
+    With `everything`, all of them at level debug; at any level, as warnings, requests that the role could not
+    answer and calls that nobody did. Of those there is no bound while a peer is away or overloaded, so of one
+    operation with one peer the first is a warning, and then one in 10 s, which says how many were left out.
+    What is refused for overload is counted (see the metrics), not logged: it would make the load worse.
     """
 
     def __init__(self, role: str, *, everything: bool) -> None:
-        self._log = structlog.get_logger().bind(role=role)
-        self._everything = everything
+        self._log = structlog.get_logger(role=role)
+        self.everything = everything
         self._router = Router(RoleName)
         self._quiet = _Quiet()
 
@@ -62,7 +62,7 @@ class RequestLog:
     ) -> None:
         """Take note of a request that has ended; `status` is None where it was not answered."""
         failed = status is not None and status >= 500 and status != OVERLOADED
-        if failed or self._everything:
+        if failed or self.everything:
             said = {"status": status, "took_ms": now_ms - began_ms}
             self._say("request", failed, request, traceparent, said, now_ms)
 
@@ -80,7 +80,7 @@ class RequestLog:
         """Take note of a call that has ended; `failure` says why no whole answer came. With neither status
         nor failure it was given up."""
         failed = failure is not None or (status is not None and status >= 500 and status != OVERLOADED)
-        if not failed and not self._everything:
+        if not failed and not self.everything:
             return
         said: dict[str, Any] = {"to": urlsplit(base_uri).netloc, "status": status}
         said["took_ms"] = now_ms - began_ms
@@ -101,7 +101,7 @@ class RequestLog:
         known = not isinstance(routed, Refusal | Problem)
         operation = type(routed).__name__ if known else "unknown resource"
         left_out = self._quiet.left_out((values.get("to"), operation), now_ms) if failed else None
-        if left_out is None and not self._everything:
+        if left_out is None and not self.everything:
             return
         if left_out:
             values["left_out"] = left_out

@@ -112,7 +112,8 @@ class RunningRole:
         """What keeps the role from its work; None where nothing does."""
         self.api_listens = not isinstance(section, FrontEndSection)
         self._process = process
-        self._log = structlog.get_logger().bind(role=name)
+        self._log = structlog.get_logger(role=name)
+        self.request_log = RequestLog(name, everything=process.config.log.level == "debug")
         self._committer: GroupCommitter | NoStore = NoStore()
         self.certificate = CertificateWatch(
             check_certificate(Path(section.certificate_file), section.base_uri), self._log
@@ -171,7 +172,7 @@ class RunningRole:
             pool=process.pool,
             observe=process.metrics.observe,
             deliver=None if self.generations is None else self.generations.deliver,
-            log=RequestLog(self.name, everything=process.config.log.level == "debug"),
+            log=self.request_log,
             failed=self._failed,
         )
         if self._engine is not None:

@@ -1,9 +1,10 @@
 """The instances of a placement controller (PC): who lives, in which epoch, and in which state.
 
 The PC believes a status record until it expires; then the instance is failed. It keeps the highest epoch it
-has seen of each instance, across its own restarts too, and refuses what an earlier incarnation says
-(protocol section "Instance Status and Lifecycle"; requirements ST-2, ST-4, LC-1, LC-2, LC-5; decisions W14
-and W15). `Fleet` also keeps what the PC wants of each instance and asks for it until it is reported.
+has seen of each instance, across its own restarts too, and refuses what an earlier incarnation says (protocol
+section "Instance Status and Lifecycle"; requirements ST-2, ST-4, LC-1, LC-2, LC-5; decisions W14 and W15). Of
+one that has failed and may not report any more nothing is kept. `Fleet` also keeps what the PC wants of each
+instance and asks for it until it is reported.
 
 The instance's side is `kvsp_core.machines.lifecycle`.
 """
@@ -27,10 +28,12 @@ __all__ = [
     "FLEET",
     "AnswerStatus",
     "DrainInstance",
+    "DropEpoch",
     "Effect",
     "EndStateRequest",
     "Event",
     "Fleet",
+    "ForgetInstance",
     "FrozenFleet",
     "InstanceFailed",
     "InstanceJoined",
@@ -105,12 +108,25 @@ class EndStateRequest:
 
 
 @attrs.frozen
+class ForgetInstance:
+    """The instance may not report any more: where it has failed, nothing of it is kept."""
+
+    instance: str
+
+
+@attrs.frozen
 class TimerFired:
     """The deadline has come, or not yet: then nothing happens."""
 
 
 Event: TypeAlias = (
-    ReceiveStatus | RestoreInstance | DrainInstance | WakeInstance | EndStateRequest | TimerFired
+    ReceiveStatus
+    | RestoreInstance
+    | DrainInstance
+    | WakeInstance
+    | EndStateRequest
+    | ForgetInstance
+    | TimerFired
 )
 
 
@@ -123,6 +139,13 @@ class PersistEpoch:
 
     instance: str
     epoch: int
+
+
+@attrs.frozen
+class DropEpoch:
+    """The instance is forgotten, and its epoch with it."""
+
+    instance: str
 
 
 @attrs.frozen
@@ -174,7 +197,14 @@ class RequestState:
 
 
 Effect: TypeAlias = (
-    PersistEpoch | AnswerStatus | Refused | InstanceJoined | InstanceFailed | StateReported | RequestState
+    PersistEpoch
+    | DropEpoch
+    | AnswerStatus
+    | Refused
+    | InstanceJoined
+    | InstanceFailed
+    | StateReported
+    | RequestState
 )
 
 
@@ -187,7 +217,8 @@ _REPORTS: Final[Mapping[type, Cell]] = MappingProxyType({ReceiveStatus: to(*_ALI
 
 
 def _row(kind: MemberKind, *, expires: bool) -> dict[type, Cell]:
-    stays: dict[type, Cell] = {event: to(kind) for event in (DrainInstance, WakeInstance, EndStateRequest)}
+    unchanged = (DrainInstance, WakeInstance, EndStateRequest, ForgetInstance)
+    stays: dict[type, Cell] = {event: to(kind) for event in unchanged}
     return {**_REPORTS, **stays} | {TimerFired: to(kind, _M.FAILED) if expires else to(kind)}
 
 
@@ -198,7 +229,10 @@ _LOST: Final[Mapping[type, Cell]] = MappingProxyType(
 FLEET: Final = Table(
     "fleet",
     states=tuple(MemberKind),
-    events=(ReceiveStatus, RestoreInstance, DrainInstance, WakeInstance, EndStateRequest, TimerFired),
+    events=(
+        *(ReceiveStatus, RestoreInstance, DrainInstance, WakeInstance),
+        *(EndStateRequest, ForgetInstance, TimerFired),
+    ),
     cells={
         _M.UNKNOWN: {
             **_row(_M.UNKNOWN, expires=False),
@@ -207,14 +241,16 @@ FLEET: Final = Table(
         },
         _M.RESTORED: _row(_M.RESTORED, expires=True),
         **{kind: _row(kind, expires=True) for kind in _ALIVE},
-        _M.FAILED: {**_row(_M.FAILED, expires=False), **_LOST},
+        _M.FAILED: {**_row(_M.FAILED, expires=False), **_LOST, ForgetInstance: to(_M.UNKNOWN)},
     },
 )
 
 _STALE: Final = Problem(
     STALE_EPOCH, "epoch: a later incarnation of the instance has reported; restart with a higher one"
 )
-_FULL: Final = Problem(UNAVAILABLE, "the controller knows as many instances as it can; remove some")
+_FULL: Final = Problem(
+    UNAVAILABLE, "as many instances are known as can be; take those that are gone out of the policy"
+)
 _NO_INSTANCE: Final = Problem(NOT_FOUND, "no such instance reports here")
 _KINDS: Final = MappingProxyType(
     {kind.value: kind for kind in (_M.ACTIVE, _M.DRAINING, _M.SLEEPING, _M.FAILED)}
@@ -344,6 +380,8 @@ class Fleet:
                 effects = self._want(event, instance, False, now_ms)
             case EndStateRequest():
                 effects = self._end_request(event, now_ms)
+            case ForgetInstance(instance):
+                effects = self._forget(instance)
             case TimerFired():
                 effects = ()
             case _:
@@ -465,6 +503,12 @@ class Fleet:
             self._set_alarm(member)
         return ()
 
+    def _forget(self, instance: str) -> tuple[Effect, ...]:
+        if self.kind_of(instance) is not MemberKind.FAILED:
+            return ()
+        del self._members[instance]
+        return (DropEpoch(instance),)
+
     # Time
 
     def _set_alarm(self, member: _Member) -> None:
@@ -481,8 +525,8 @@ class Fleet:
         effects: list[Effect] = []
         while self._alarms and self._alarms[0][0] <= now_ms:
             alarm_ms, instance = heappop(self._alarms)
-            member = self._members[instance]
-            if member.alarm_ms != alarm_ms:
+            member = self._members.get(instance)
+            if member is None or member.alarm_ms != alarm_ms:
                 continue
             member.alarm_ms = None
             if member.kind in (*_ALIVE, MemberKind.RESTORED) and now_ms > member.expires_ms:

@@ -532,7 +532,8 @@ class LeaseTable:
     def _too_long(self, event: CreateLease | RenewLease) -> Problem | None:
         if event.ttl_ms <= self._max_ttl_ms:
             return None
-        return Problem(LEASE_QUOTA, f"ttl_ms: at most {self._max_ttl_ms} ms are granted; ask for less")
+        detail = f"ttl_ms: at most {self._max_ttl_ms} ms are granted; ask for less"
+        return Problem(LEASE_QUOTA, detail, self._max_ttl_ms)
 
     def _release(self, event: ReleaseLease, now_ms: int) -> tuple[Effect, ...]:
         lease = self._valid(event, now_ms)

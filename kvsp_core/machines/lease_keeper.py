@@ -1,9 +1,9 @@
 """Keep a lease at a holder for as long as it is wanted (section "Leases"; LE-2, decision W16).
 
 The client's side of a lease: it is asked for, renewed at a third of its time, and given back. A renewal that
-is not answered is repeated while the lease lasts, which the client counts from when it asked. A holder that
-does not know the lease any more was perhaps restarted: it is asked for a new one. Where that is refused, the
-lease is lost.
+is not answered is repeated while the lease lasts, which the client counts from when it asked. Where the
+holder grants shorter leases only, and says so, such a one is asked for. A holder that does not know the lease
+any more was perhaps restarted: it is asked for a new one. Where that is refused, the lease is lost.
 """
 
 from __future__ import annotations
@@ -57,11 +57,13 @@ class Start:
 
 @attrs.frozen
 class Answered:
-    """The holder answered what it was last asked: with a lease and its time, or with a refusal's status."""
+    """The holder answered what it was last asked: with a lease and its time, or with a refusal's status, and
+    the longest time that it grants where it said so."""
 
     status: int
     lease: str = attrs.field(default="", repr=False)
     ttl_ms: int = 0
+    max_ttl_ms: int | None = None
 
 
 @attrs.frozen
@@ -130,7 +132,7 @@ TABLE: Final = Table(
     cells={
         _READY: {Start: to(_ASKING), Timer: to(_READY), Release: to(_OVER)},
         _ASKING: {
-            Answered: to(_HELD, _OVER),
+            Answered: to(_ASKING, _HELD, _OVER),
             Unanswered: to(_OVER),
             Timer: to(_ASKING),
             Release: to(_OVER),
@@ -222,11 +224,17 @@ class LeaseKeeper:
             self._until_ms = self._asked_ms + event.ttl_ms
             self._renew_ms = self._asked_ms + max(1, event.ttl_ms // _RENEW_AT)
             return (Held(),)
-        if self.state is KeeperState.ASKING:
+        shorter = event.max_ttl_ms is not None and event.max_ttl_ms < self._ttl_ms
+        if event.max_ttl_ms is not None and shorter:
+            self._ttl_ms = event.max_ttl_ms
+        if self.state is KeeperState.ASKING and not shorter:
             self.state = KeeperState.OVER
             return (Lost(event.status),)
-        if event.status in (404, 410):
+        if self.state is KeeperState.ASKING or event.status in (404, 410):
             return (self._acquire(now_ms),)
+        if shorter:
+            self._renew_ms = now_ms
+            return self._timer(now_ms)
         self._renew_ms = now_ms + max(1, self._ttl_ms // (_RENEW_AT * _RENEW_AT))
         return ()
 

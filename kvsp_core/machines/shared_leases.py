@@ -7,8 +7,9 @@ prefix asks for a few leases and not for one a block. A lease that covers a bloc
 of its time; after that a new one is asked for, together with what is left. It is given back when the last
 load is done and none of its other blocks is wanted any more.
 
-A holder grants a lease on all blocks or on none. Where it refuses several, those that loads wait for are
-asked for one by one, and the next lease there is half as large; each that is granted may be twice as large.
+Where a holder grants shorter leases only, and says so, such a one is asked for from then on. It grants a
+lease on all blocks or on none. Where it refuses several, those that loads wait for are asked for one by one,
+and the next lease there is half as large; each that is granted may be twice as large.
 """
 
 from __future__ import annotations
@@ -64,12 +65,14 @@ class Want:
 
 @attrs.frozen(kw_only=True)
 class Answered:
-    """A holder answered an `Ask`: with a lease and its time, or with a refusal's status."""
+    """A holder answered an `Ask`: with a lease and its time, or with a refusal's status, and the longest time
+    that it grants where it said so."""
 
     request: int
     status: int
     lease: str = attrs.field(default="", repr=False)
     ttl_ms: int = 0
+    max_ttl_ms: int | None = None
 
 
 @attrs.frozen
@@ -141,7 +144,7 @@ TABLE: Final = Table(
         _ABSENT: {Want: to(_ASKED), Done: to(_ABSENT)},
         _ASKED: {
             Want: to(_ASKED),
-            Answered: to(_HELD, _ABSENT),
+            Answered: to(_HELD, _ASKED, _ABSENT),
             Unanswered: to(_ABSENT),
             Done: to(_ASKED),
         },
@@ -181,6 +184,9 @@ class SharedLeases:
         self._covering: dict[tuple[str, str], int] = {}  # holder, block key -> lease
         self._granted: dict[tuple[int, str], int] = {}  # load, holder -> lease
         self._sizes: dict[str, int] = {}  # how large a lease may be at a holder that has refused one
+        self._longest_ms: dict[
+            str, int
+        ] = {}  # how long a lease may be at a holder that has refused one as too long
         self._idle: dict[int, None] = {}  # leases without a load, kept for the blocks ahead
         self._next_request = 0
 
@@ -207,6 +213,8 @@ class SharedLeases:
                 lease = self._leases[request]
                 if 200 <= status < 300:
                     return self._answered(request, lease, event)
+                if event.max_ttl_ms is not None and event.max_ttl_ms < lease.ttl_ms:
+                    return self._shortened(request, lease, event.max_ttl_ms, now_ms)
                 return self._refused(request, lease, status, now_ms)
             case Unanswered(request):
                 return self._refused(request, self._leases[request], None, now_ms)
@@ -272,6 +280,7 @@ class SharedLeases:
     ) -> tuple[Effect, ...]:
         number = self._next_request
         self._next_request += 1
+        ttl_ms = min(ttl_ms, self._longest_ms.get(holder, ttl_ms))
         own = dict.fromkeys(waiting.values())
         room = max(0, self.room_at(holder) + 1 - len(own))
         lease = self._leases[number] = _Lease(
@@ -305,6 +314,17 @@ class SharedLeases:
         lease.using[load] = key
         self._granted[load, lease.holder] = number
         return Granted(load, lease.holder, lease.lease)
+
+    def _shortened(self, number: int, lease: _Lease, longest_ms: int, now_ms: int) -> tuple[Effect, ...]:
+        """Ask for the same lease anew, for as long as the holder grants one."""
+        del self._leases[number]
+        for key in (*lease.waiting.values(), *lease.ahead):
+            self._uncover(number, lease.holder, key)
+        self._longest_ms.pop(lease.holder, None)
+        self._longest_ms[lease.holder] = longest_ms
+        if len(self._longest_ms) > MAX_MEASURED_LINKS:
+            del self._longest_ms[next(iter(self._longest_ms))]
+        return self._ask(lease.holder, lease.waiting, lease.ahead, longest_ms, now_ms)
 
     def _refused(self, number: int, lease: _Lease, status: int | None, now_ms: int) -> tuple[Effect, ...]:
         """Ask for the blocks of several one by one where the holder may have some of them."""
@@ -349,4 +369,5 @@ class SharedLeases:
             )
             for number, each in self._leases.items()
         )
-        return tuple(leases), tuple(self._sizes.items()), self._next_request
+        bounds = (tuple(self._sizes.items()), tuple(self._longest_ms.items()))
+        return tuple(leases), bounds, self._next_request

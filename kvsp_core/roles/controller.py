@@ -193,6 +193,8 @@ class Controller:
             self._fleet,
             lost=self._instance_lost,
             back=self._maps.meet,
+            forgotten=self._placements.forget,
+            may_report=lambda instance: RoleName.INSTANCE in self.policy.roles(instance),
             min_active=settings.min_active,
             call_timeout_ms=settings.call_timeout_ms,
         )
@@ -224,8 +226,10 @@ class Controller:
         return self._end(now_ms)
 
     def purge(self, now_ms: int) -> tuple[Effect, ...]:
-        """End the sessions and shard maps of the scopes that the policy says are purged, and delete them."""
+        """Delete what the policy says is purged: sessions and shard maps of scopes, which end. Forget the failed
+        instances that it does not name any more."""
         self._delete_purged(now_ms)
+        self._instances.forget_retired(now_ms)
         return self._end(now_ms)
 
     def limit(self, *, min_active: int, prefetch: bool, open_by_checkpoint: bool) -> None:

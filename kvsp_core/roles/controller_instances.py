@@ -22,7 +22,7 @@ from kvsp_core.messages import StateChange, StatusAnswer
 from kvsp_core.problems import BAD_REQUEST, INVALID_STATE, NOT_FOUND, Problem
 from kvsp_core.records import InstanceStatus
 from kvsp_core.resources import ChangeInstanceState, ChangeState, ReportStatus
-from kvsp_core.roles.controller_store import epoch_write
+from kvsp_core.roles.controller_store import epoch_drop, epoch_write
 from kvsp_core.roles.role import AnswerReceived, CallFailed, Persist
 from kvsp_core.roles.serving import Asked, answer, refuse
 from kvsp_core.roles.work import Work
@@ -43,8 +43,9 @@ class StateCall:
 class Instances:
     """The instances that report to one controller.
 
-    `lost` is told of each incarnation that has ended, `back` of each instance that reports anew or again.
-    `min_active` of them stay awake whatever they ask; a new value holds from the next wish on.
+    `lost` is told of each incarnation that has ended, `back` of each instance that reports anew or again, and
+    `forgotten` of each that is gone and not to come back, as `may_report` says. `min_active` of them stay
+    awake whatever they ask; a new value holds from the next wish on.
     """
 
     def __init__(
@@ -54,6 +55,8 @@ class Instances:
         *,
         lost: Callable[[Owner, int], None],
         back: Callable[[str, int], None],
+        forgotten: Callable[[str], None],
+        may_report: Callable[[str], bool],
         min_active: int,
         call_timeout_ms: int,
     ) -> None:
@@ -61,6 +64,8 @@ class Instances:
         self._fleet = fleet
         self._lost = lost
         self._back = back
+        self._forgotten = forgotten
+        self._may_report = may_report
         self.min_active = min_active
         self._call_timeout_ms = call_timeout_ms
         self._base_uris: dict[str, str] = {}  # by the identifier in paths
@@ -75,6 +80,12 @@ class Instances:
         """Take up an instance that was stored."""
         self._base_uris[component_id(instance)] = instance
         self._fleet.handle(fleets.RestoreInstance(instance, epoch), now_ms)
+
+    def forget_retired(self, now_ms: int) -> None:
+        """Forget the instances that have failed and may not report any more."""
+        for instance in self._fleet.instances():
+            if not self._may_report(instance):
+                self._do(self._fleet.handle(fleets.ForgetInstance(instance), now_ms), now_ms)
 
     def report(self, asked: Asked, now_ms: int) -> None:
         """Serve PUT status."""
@@ -148,6 +159,10 @@ class Instances:
             match effect:
                 case fleets.PersistEpoch(instance, epoch):
                     self._work.emit(Persist((epoch_write(instance, epoch),)))
+                case fleets.DropEpoch(instance):
+                    self._work.emit(Persist((epoch_drop(instance),)))
+                    self._base_uris.pop(component_id(instance), None)
+                    self._forgotten(instance)
                 case fleets.AnswerStatus(state):
                     if request_id is not None:
                         self._work.emit(answer(request_id, StatusAnswer(state=state)))
@@ -157,6 +172,8 @@ class Instances:
                 case fleets.InstanceFailed(instance, epoch):
                     self._work.observe("kvsp_instances_failed")
                     self._lost(Owner(instance, epoch), now_ms)
+                    if not self._may_report(instance):
+                        self._do(self._fleet.handle(fleets.ForgetInstance(instance), now_ms), now_ms)
                 case fleets.InstanceJoined(instance):
                     self._changed = True
                     self._back(instance, now_ms)

@@ -427,6 +427,10 @@ class Placements:
             return "it has no part in the scope of the session"
         return ""
 
+    def forget(self, instance: str) -> None:
+        """Forget an instance that is not to come back."""
+        self._service_us.pop(instance, None)
+
     def served(self, instance: str, sample_us: int) -> None:
         """Take note of how long an instance took for a request (decision W25)."""
         mean_us = self._service_us.get(instance, self._settings.default_service_us)

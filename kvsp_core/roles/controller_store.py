@@ -31,6 +31,7 @@ __all__ = [
     "MapContext",
     "StoredMap",
     "StoredSession",
+    "epoch_drop",
     "epoch_write",
     "map_drop",
     "map_write",
@@ -82,6 +83,11 @@ class StoredSession:
 def epoch_write(instance: str, epoch: int) -> Write:
     """Return the write that keeps the epoch of an instance."""
     return Put(EPOCHS, instance, str(epoch).encode())
+
+
+def epoch_drop(instance: str) -> Write:
+    """Return the write that forgets an instance."""
+    return Delete(EPOCHS, instance)
 
 
 def map_write(stored: StoredMap) -> Write:

@@ -261,6 +261,14 @@ class Instance:
         self._work.emit(*self._blocks.purge(now_ms))
         return self._done(now_ms)
 
+    def limit(self, *, max_lease_ttl_ms: int, lease_quota_bytes: int, replica_ttl_ms: int) -> None:
+        """Have the holder beside grant leases and publish records within these limits from now on."""
+        self._blocks.limit(
+            max_lease_ttl_ms=max_lease_ttl_ms,
+            lease_quota_bytes=lease_quota_bytes,
+            replica_ttl_ms=replica_ttl_ms,
+        )
+
     def expire(self, tier: str, names: Iterable[BlockName], now_ms: int) -> tuple[Effect, ...]:
         """Delete blocks that a tier has kept for as long as it may."""
         self._work.emit(*self._blocks.expire(tier, names, now_ms))

@@ -15,7 +15,7 @@ from typing import Final, TypeAlias
 
 import attrs
 
-from kvsp_core.answers import read_answer
+from kvsp_core.answers import read_answer, read_outcome
 from kvsp_core.errors import RemoteProtocolError
 from kvsp_core.limits import MAX_LEASE_KEYS
 from kvsp_core.machines.alarms import Alarms
@@ -302,6 +302,9 @@ class Copies:
             kept.most, kept.gone = min(2 * kept.most, MAX_LEASE_KEYS), 0
             self._renew_later(run, granted.lease, granted, now_ms)
             self._lease(run, kept)
+        elif self._shortened(item):
+            kept.unleased = [*keys, *kept.unleased]
+            self._lease(run, kept)
         elif not isinstance(item, AnswerReceived) or item.response.status != 404:
             kept.unleased = [*keys, *kept.unleased]
             self._alarms.set((run, _ANEW), now_ms + max(1, self._lease_ms // 3))
@@ -328,8 +331,29 @@ class Copies:
         if isinstance(item, AnswerReceived) and item.response.status == 404:
             kept.unleased += kept.leases.pop(lease)
             self._lease(run, kept)
+        elif self._shortened(item):
+            self._renew(run, lease)
         else:
             self._renew_later(run, lease, _granted(item), now_ms)
+
+    def _shortened(self, item: AnswerReceived | CallFailed) -> bool:
+        """Return whether a lease was refused only because the holder grants shorter ones; such are asked for
+        from now on."""
+        problem = read_outcome(item.response, item.body) if isinstance(item, AnswerReceived) else None
+        if problem is None or problem.max_ttl_ms is None or problem.max_ttl_ms >= self._lease_ms:
+            return False
+        self._lease_ms = problem.max_ttl_ms
+        return True
+
+    def _renew(self, run: _Run, lease: str) -> None:
+        assert self._holder is not None
+        self._work.call(
+            self._holder,
+            RenewLease(lease),
+            LeaseRenewal(ttl_ms=self._lease_ms),
+            purpose=_RenewFor(run, lease),
+            timeout_ms=self._call_timeout_ms,
+        )
 
     def _renew_later(self, run: _Run, lease: str, granted: LeaseGranted | None, now_ms: int) -> None:
         held_ms = self._lease_ms if granted is None else min(granted.ttl_ms, self._lease_ms)
@@ -355,15 +379,8 @@ class Copies:
         for run, lease in self._alarms.take_due(now_ms):
             if lease == _ANEW:
                 self._lease(run, self._kept[run])
-                continue
-            assert self._holder is not None
-            self._work.call(
-                self._holder,
-                RenewLease(lease),
-                LeaseRenewal(ttl_ms=self._lease_ms),
-                purpose=_RenewFor(run, lease),
-                timeout_ms=self._call_timeout_ms,
-            )
+            else:
+                self._renew(run, lease)
 
 
 def _granted(item: AnswerReceived | CallFailed) -> LeaseGranted | None:

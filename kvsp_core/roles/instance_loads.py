@@ -526,8 +526,9 @@ def _lease_outcome(
 ) -> shared_leases.Answered | shared_leases.Unanswered:
     if not isinstance(item, AnswerReceived):
         return shared_leases.Unanswered(request)
-    if read_outcome(item.response, item.body) is not None:
-        return shared_leases.Answered(request=request, status=item.response.status)
+    if (problem := read_outcome(item.response, item.body)) is not None:
+        status = item.response.status
+        return shared_leases.Answered(request=request, status=status, max_ttl_ms=problem.max_ttl_ms)
     try:
         granted = read_answer(LeaseGranted, item.response, item.body)
     except RemoteProtocolError:

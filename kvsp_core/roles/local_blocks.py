@@ -70,6 +70,10 @@ class LocalBlocks(Protocol):
         """Delete what is held of the scopes that the policy says are purged."""
         ...
 
+    def limit(self, *, max_lease_ttl_ms: int, lease_quota_bytes: int, replica_ttl_ms: int) -> None:
+        """Grant leases and publish records within these limits from now on."""
+        ...
+
     def expire(self, tier: str, names: Iterable[BlockName], now_ms: int) -> tuple[Effect, ...]:
         """Delete blocks that a tier has kept for as long as it may."""
         ...

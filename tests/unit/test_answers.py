@@ -20,6 +20,8 @@ from kvsp_core.heads import Response, response_fields
 from kvsp_core.messages import PublishAnswer
 from kvsp_core.problems import (
     BAD_REQUEST,
+    CONFLICT,
+    LEASE_QUOTA,
     METHOD_NOT_ALLOWED,
     NOT_FOUND,
     PROBLEM_TYPES,
@@ -68,6 +70,17 @@ def test_a_problem_is_a_problem_document_that_is_not_stored() -> None:
         (b"allow", b"GET, PUT"),
     ]
     assert body == b'{"type":"about:blank","title":"Method Not Allowed","status":405}'
+
+
+@pytest.mark.requirement("LE-3")
+def test_a_lease_that_is_refused_as_too_long_says_how_long_one_may_be() -> None:
+    problem = Problem(LEASE_QUOTA, "ttl_ms: at most 5000 ms are granted", 5000)
+    assert problem_of(429, problem_document(problem)) == problem
+    kind = LEASE_QUOTA.uri.encode()
+    for said in (b'"5000"', b"5000.0", b"true", b"null", b"999", b"-1", b"[5000]"):
+        document = b'{"type":"' + kind + b'","max_ttl_ms":' + said + b"}"
+        assert problem_of(429, document) == Problem(LEASE_QUOTA), said
+    assert problem_of(409, b'{"max_ttl_ms":5000}') == Problem(CONFLICT)
 
 
 def test_load_that_is_shed_says_when_to_come_back() -> None:

@@ -116,3 +116,6 @@ def test_limits_are_taken_over_and_every_other_change_is_named_by_its_key(path: 
     assert after.controller.classes == {}
     assert differ == ("descriptor_files", "loop", "monitoring.port", "holder", "controller.classes")
     assert with_limits_of(before, before) == (before, ())
+    path.write_text(f'{COMMON}{stored}log.level = "debug"\n{INDEX}{CONTROLLER}{HOLDER}{HOST}')
+    after, differ = with_limits_of(before, read_config(path))
+    assert (after.log.level, differ) == ("debug", ())

@@ -142,10 +142,13 @@ def test_limits_hold_anew_after_a_reload_and_other_changes_wait_for_a_restart(de
         assert publish(holder).json()["ttl_ms"] == 60_000, "what is not right changes nothing"
         changed = text.replace("[index]\n", "[index]\nmax_ttl_ms = 5000\nmax_lookup_keys = 1\n")
         changed = changed.replace("port = ", "host = '127.0.0.2'\nport = ")
+        assert '"event": "request"' not in deployment.log
+        changed += '[log]\nlevel = "debug"\n'
         path.write_text('descriptor_files = ["ca.pem"]\n' + changed)
         deployment.reload("reloaded")
         assert '"keys": "descriptor_files monitoring.host"' in deployment.log
         assert publish(holder).json()["ttl_ms"] == 5000
+        assert '"operation": "PublishReplica"' in deployment.log
         several = json.dumps(LOOKUP | {"block_keys": [KEY, "a" * 64]})
         assert reader.post("lookup", content=several, headers=JSON).status_code == 413
 

@@ -11,10 +11,12 @@ from kvsp_core.machines.fleet import (
     FLEET,
     AnswerStatus,
     DrainInstance,
+    DropEpoch,
     Effect,
     EndStateRequest,
     Event,
     Fleet,
+    ForgetInstance,
     InstanceFailed,
     InstanceJoined,
     MemberKind,
@@ -92,12 +94,34 @@ def test_every_event_in_every_state(kind: MemberKind, event_type: type, cell: Ce
         DrainInstance: DrainInstance(II),
         WakeInstance: WakeInstance(II),
         EndStateRequest: EndStateRequest(II, "active"),
+        ForgetInstance: ForgetInstance(II),
         TimerFired: TimerFired(),
     }
     check_cell(cell, subject=InKind(kind), event=examples[event_type])
 
 
 # Joining, failing, epochs
+
+
+@pytest.mark.requirement("ST-4")
+def test_an_instance_that_has_failed_makes_room_when_it_is_forgotten_and_others_keep_their_epochs() -> None:
+    machine = fleet(max_instances=2)
+    other = "https://ii2.example/kvsp/"
+    report(machine, 0)
+    report(machine, 0, instance=other)
+    assert machine.handle(ForgetInstance(II), 0) == ()  # it lives
+    machine.handle(TimerFired(), TTL_MS + 1)
+    (refused,) = report(machine, TTL_MS + 1, instance="https://ii3.example/kvsp/")
+    assert isinstance(refused, Refused)
+    assert machine.handle(ForgetInstance(II), TTL_MS + 1) == (DropEpoch(II),)
+    assert machine.handle(ForgetInstance(II), TTL_MS + 1) == ()
+    assert machine.kind_of(II) is MemberKind.UNKNOWN
+    report(machine, TTL_MS + 1, instance="https://ii3.example/kvsp/")
+    machine.handle(TimerFired(), 3 * TTL_MS)  # no alarm of it is left that would do harm
+    assert machine.instances() == (other, "https://ii3.example/kvsp/")
+    (refused,) = report(machine, 3 * TTL_MS, epoch=4, instance=other)
+    assert isinstance(refused, Refused)
+    assert refused.problem.type is STALE_EPOCH
 
 
 @pytest.mark.requirement("ST-2")

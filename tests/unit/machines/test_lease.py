@@ -187,7 +187,9 @@ def test_a_ttl_above_the_maximum_is_refused_at_creation_and_renewal() -> None:
     assert refusal(leases.handle(m.CreateLease(client=ALICE, blocks=("a",), ttl_ms=1001), 0)) is LEASE_QUOTA
     lease = create(leases, "a", ttl_ms=1000)
     before = leases.freeze(0)
-    assert refusal(leases.handle(m.RenewLease(client=ALICE, lease=lease, ttl_ms=1001), 0)) is LEASE_QUOTA
+    (refused,) = leases.handle(m.RenewLease(client=ALICE, lease=lease, ttl_ms=1001), 0)
+    assert isinstance(refused, m.Refused)
+    assert (refused.problem.type, refused.problem.max_ttl_ms) == (LEASE_QUOTA, 1000)
     assert leases.freeze(0) == before
 
 

@@ -46,6 +46,26 @@ def test_it_is_renewed_at_a_third_of_its_time_counted_from_asking() -> None:
     assert keeper.next_deadline_ms() == 600
 
 
+@pytest.mark.requirement("LE-3")
+def test_where_only_shorter_leases_are_granted_such_a_one_is_asked_for() -> None:
+    keeper = LeaseKeeper(TTL)
+    keeper.handle(Start(), 0)
+    assert keeper.handle(Answered(429, max_ttl_ms=600), 10) == (Acquire(600),)
+    assert keeper.handle(Answered(201, "one", 600), 20) == (Held(),)
+    assert keeper.handle(Timer(), 210) == (Renew("one", 600),)
+    assert keeper.handle(Answered(429, max_ttl_ms=300), 220) == (Renew("one", 300),)
+    assert keeper.handle(Answered(429, max_ttl_ms=300), 230) == ()  # it cannot be meant
+    assert keeper.is_held
+
+
+@pytest.mark.requirement("LE-3")
+def test_a_holder_that_refuses_what_it_says_it_grants_is_not_asked_without_end() -> None:
+    keeper = LeaseKeeper(TTL)
+    keeper.handle(Start(), 0)
+    keeper.handle(Answered(429, max_ttl_ms=600), 0)
+    assert keeper.handle(Answered(429, max_ttl_ms=600), 0) == (Lost(429),)
+
+
 def test_a_renewal_is_repeated_while_the_lease_lasts() -> None:
     keeper = held()
     keeper.handle(Timer(), 300)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvsp_core.limits import MAX_MEASURED_LINKS
 from kvsp_core.machines.shared_leases import (
     TABLE,
     Answered,
@@ -55,6 +56,23 @@ def test_one_lease_for_a_load_and_those_that_come_after_it(leases: SharedLeases)
     assert leases.handle(Done(2, H), 70) == ()
     assert leases.handle(want(4, "fgh"), 80) == (Ask(1, H, ("e", "f", "g", "h"), TTL),)
     assert leases.next_deadline_ms() is None
+
+
+@pytest.mark.requirement("LE-3", "PF-3")
+def test_where_only_shorter_leases_are_granted_such_are_asked_for_from_then_on(leases: SharedLeases) -> None:
+    leases.handle(want(0, "bc"), 0)
+    leases.handle(want(1), 0)
+    refused = Answered(request=0, status=429, max_ttl_ms=600)
+    assert leases.handle(refused, 5) == (Ask(1, H, ("a", "b", "c"), 600),)
+    assert leases.handle(granted(1, ttl_ms=600), 10) == (Granted(0, H, "one"), Granted(1, H, "one"))
+    assert leases.handle(want(4), 20) == (Ask(2, H, ("e",), 600),)
+    refused = Answered(request=2, status=429, max_ttl_ms=600)
+    assert leases.handle(refused, 25) == (Refused(4, H, 429),)  # it cannot be meant
+    assert leases.handle(want(5, holder=OTHER), 30) == (Ask(3, OTHER, ("f",), TTL),)
+    for number in range(300):
+        leases.handle(want(6, holder=f"https://{number}.example/"), 40)
+        leases.handle(Answered(request=4 + 2 * number, status=429, max_ttl_ms=600), 40)
+    assert len(leases._longest_ms) == MAX_MEASURED_LINKS
 
 
 def test_each_holder_has_its_own(leases: SharedLeases) -> None:

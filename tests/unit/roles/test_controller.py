@@ -24,7 +24,7 @@ from kvsp_core.ext_messages import (
 from kvsp_core.heads import Response
 from kvsp_core.identity import CompatibilityDescriptor, component_id
 from kvsp_core.index_parts import IndexParts
-from kvsp_core.machines.session import SessionTimes
+from kvsp_core.machines.session import Owner, SessionTimes
 from kvsp_core.messages import (
     CheckpointRecorded,
     LookupAnswer,
@@ -734,6 +734,37 @@ def test_a_front_end_places_only_in_its_scopes(talk: Talk) -> None:
     status, octets = talk.ask(OTHER_FE, PlaceRequest(), placement())
     assert (status, problem_of(status, octets).type.suffix) == (403, "kvsp-scope-denied")
     assert talk.ask(A, PlaceRequest(), placement())[0] == 403
+
+
+@pytest.mark.requirement("ST-4")
+def test_an_instance_that_is_gone_is_forgotten_once_the_policy_does_not_name_it(talk: Talk) -> None:
+    for instance in (A, B):
+        talk.report(instance)
+    session = talk.place().session
+    left = Policy({FE: [RoleName.FRONT_END], OPERATOR: [RoleName.OPERATOR], B: [RoleName.INSTANCE]}, {})
+
+    def known() -> tuple[list[str], list[str]]:
+        _, octets = talk.ask(OPERATOR, ListInstances())
+        return [info.instance for info in decode(InstanceListing, octets).instances], [
+            *talk.store.tables["epochs"]
+        ]
+
+    talk.controller.policy = left
+    talk.take(talk.controller.purge(talk.now_ms))
+    assert known() == ([A, B], [A, B])  # it may still live
+    talk.pass_time(2_000)
+    assert talk.report(A) == "403"
+    talk.report(B)
+    talk.pass_time(1_001)
+    assert known() == ([B], [B])
+    assert talk.controller._sessions.get(session).owner != Owner(A, 1)  # type: ignore[union-attr]
+    talk.pass_time(3_000)
+    assert known() == ([B], [B])  # it has failed, and may come back
+    talk.controller.policy = Policy({OPERATOR: [RoleName.OPERATOR]}, {})
+    talk.take(talk.controller.purge(talk.now_ms))
+    assert known() == ([], [])
+    talk.restart()
+    assert talk.report(A) == "active"  # the policy of a new process names it
 
 
 # Requests for which there is no instance

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import attrs
 import pytest
 
@@ -21,7 +23,7 @@ from kvsp_core.messages import (
     StateChange,
     StatusAnswer,
 )
-from kvsp_core.problems import NOT_FOUND, STALE_EPOCH, UNAVAILABLE, Problem
+from kvsp_core.problems import LEASE_QUOTA, NOT_FOUND, STALE_EPOCH, UNAVAILABLE, Problem
 from kvsp_core.resources import (
     Attend,
     ChangeState,
@@ -257,6 +259,34 @@ def test_a_holder_of_copies_that_does_not_answer_keeps_no_block_in_the_engine() 
     buffers = {export.buffer for export in world.of(engine.ExportBlock)}
     freed = [each.buffer for each in world.of(FreeBuffer) if each.buffer in buffers]
     assert len(freed) == len(set(freed)) == 12
+
+
+@pytest.mark.requirement("CP-1", "LE-3")
+def test_copies_are_leased_for_as_long_as_their_holder_grants() -> None:
+    world = begun(copy_holder=CACHE, copy_lease_ms=9_000)
+
+    def refuse(kind: type, longest_ms: int) -> None:
+        ((number, _),) = world.calls(kind)
+        world.answer(number, Problem(LEASE_QUOTA, "", longest_ms))
+
+    def asked(kind: type) -> list[int]:
+        return [json.loads(each.call.body)["ttl_ms"] for _, each in world.calls(kind)]  # type: ignore[arg-type]
+
+    world.do(engine.BlockComputed(world.sequence(), 0))
+    world.run_jobs()
+    world.answer(world.calls(StoreBlock)[0][0], status=201)
+    assert asked(CreateLease) == [9_000]
+    refuse(CreateLease, 3_000)
+    assert asked(CreateLease) == [3_000]
+    world.answer(world.calls(CreateLease)[0][0], LeaseGranted(lease="L", ttl_ms=3_000), 201)
+    world.later(1_000)
+    assert asked(RenewLease) == [3_000]
+    refuse(RenewLease, 1_500)
+    assert asked(RenewLease) == [1_500]
+    refuse(RenewLease, 1_500)  # it cannot be meant
+    assert not world.calls(RenewLease)
+    world.later(500)
+    assert asked(RenewLease) == [1_500]
 
 
 def leases_at(world: World, gone: set[str]) -> tuple[list[int], set[str]]:
