@@ -226,8 +226,10 @@ class Controller:
         return self._end(now_ms)
 
     def purge(self, now_ms: int) -> tuple[Effect, ...]:
-        """Delete what the policy says is purged: sessions and shard maps of scopes, which end. Forget the failed
-        instances that it does not name any more."""
+        """End the sessions and shard maps of the scopes that the policy says are purged, and delete them.
+
+        Forget the failed instances that it does not name any more.
+        """
         self._delete_purged(now_ms)
         self._instances.forget_retired(now_ms)
         return self._end(now_ms)
