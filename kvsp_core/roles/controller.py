@@ -204,6 +204,7 @@ class Controller:
         self._waiting: dict[int, _Waiting] = {}
         self._alarms: Alarms[str] = Alarms()
         self._again: deque[int] = deque()  # those of them to be tried again
+        self._more_at_ms: int | None = None  # when there is more to be taken up
 
     # The role
 
@@ -254,6 +255,7 @@ class Controller:
             self._maps.next_deadline_ms(),
             self._placements.next_deadline_ms(),
             self._alarms.next_ms(),
+            self._more_at_ms,
         )
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
@@ -294,17 +296,29 @@ class Controller:
         return self._maps.get(map_id)
 
     def _end(self, now_ms: int) -> tuple[Effect, ...]:
-        """Take up what waits, now that something may have changed, and return all effects."""
+        """Take up what waits, now that something may have changed, and return all effects.
+
+        A few at a time, also where no answer of the index is needed: others have their turn in between.
+        """
         if self._instances.take_changed():
             self._sessions.retry_waiting(now_ms)
             self._maps.repair(now_ms)
             self._again = deque(self._waiting)
-        while self._again and len(self._placements) < self._settings.max_resumes:
+        self._more_at_ms = None
+        for _ in range(self._settings.max_resumes):
+            if not self._again or len(self._placements) >= self._settings.max_resumes:
+                break
             waiting = self._waiting.pop(self._again.popleft(), None)
             if waiting is not None:
                 self._place(waiting.purpose, waiting.subject, now_ms)
-        while (ledger := self._sessions.next_orphan()) is not None:
+        else:
+            self._more_at_ms = now_ms
+        for _ in range(self._settings.max_resumes):
+            if (ledger := self._sessions.next_orphan()) is None:
+                break
             self._move(ledger, now_ms)
+        else:
+            self._more_at_ms = now_ms
         return self._work.take()
 
     def _tick(self, now_ms: int) -> None:

@@ -802,6 +802,21 @@ def test_a_request_that_waits_too_long_is_told_to_try_again(talk: Talk) -> None:
     assert gone not in talk.answers
 
 
+def test_without_an_index_to_wait_for_too_what_waits_is_placed_a_few_at_a_time() -> None:
+    talk = Talk(placement={"index_uris": ()})
+    numbers = [talk.send(FE, PlaceRequest(), placement()) for _ in range(11)]
+    talk.effects.clear()
+    talk.report(A, state="sleeping")
+    assert len(talk.observed("kvsp_instances_wanted")) == 4
+    talk.report(A)
+    steps = []
+    while talk.controller.next_deadline_ms() == talk.now_ms:
+        steps.append(sum(number in talk.answers for number in numbers))
+        talk.give(TimerFired())
+    assert steps == [4, 8]
+    assert {talk.answers[number][0].status for number in numbers} == {201}
+
+
 def test_requests_that_waited_are_placed_a_few_at_a_time() -> None:
     talk = Talk(placement={"index_uris": ("https://is1.example/",)})
     for _ in range(6):
