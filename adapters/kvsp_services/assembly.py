@@ -104,7 +104,7 @@ def set_limits(role: Role, section: RoleSection) -> None:
     match role, section:
         case Index(), IndexSection():
             role.limit(max_ttl_ms=section.max_ttl_ms, max_lookup_keys=section.max_lookup_keys)
-        case (Holder(), HolderSection()) | (Instance(), InstanceSection()):
+        case Holder() | Instance(), HolderSection() | InstanceSection():
             role.limit(
                 max_lease_ttl_ms=section.max_lease_ttl_ms,
                 lease_quota_bytes=section.lease_quota_bytes,
