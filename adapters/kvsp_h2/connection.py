@@ -8,7 +8,7 @@ fraction of the time.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from typing import ClassVar, Final
 
@@ -28,7 +28,7 @@ from kvsp_h2.events import (
     GoingAway,
     OutputReady,
 )
-from kvsp_h2.exchange import Budget, Exchange, Lingering
+from kvsp_h2.exchange import Budget, Exchange, Lingering, Past
 from kvsp_h2.fields import Malformed, check_trailers
 from kvsp_h2.frames import (
     GOAWAY,
@@ -52,13 +52,10 @@ from kvsp_h2.state import start_protocol
 __all__ = ["DRAIN_PING", "HIGHEST_STREAM", "Connection"]
 
 HIGHEST_STREAM: Final = 2**31 - 1
-_HEADER_TABLE_BYTES: Final = 4096
 _OUTPUT_BYTES: Final = 256 << 10
 """About what `data_to_send` returns at a time."""
 _WORTH_PLACING_BYTES: Final = 32 << 10
 """Data of a frame from which on it is put where it belongs instead of being passed on."""
-_REMEMBERED: Final = 256
-"""Streams that are over whose late frames are told from frames that break the protocol."""
 DRAIN_PING: Final = b"drain..."
 _ALIVE_PING: Final = b"alive..."
 _SMALL_INCREMENT: Final = 1024
@@ -84,7 +81,7 @@ class Connection:
         self._limits = limits
         self._now_ms = now_ms
         self._h2 = start_protocol(limits, client=self._CLIENT)
-        self._encoder = HeadEncoder(self._h2.encoder)
+        self._encoder = HeadEncoder()
         self._decoder = HeadDecoder(self._h2.decoder)
         self._sender = Sender()
         self._reader = FrameReader(self, limits)
@@ -95,8 +92,7 @@ class Connection:
             self._control += window_update(0, limits.connection_window_bytes - DEFAULT_WINDOW)
         self._events: deque[Event] = deque()
         self._exchanges: dict[int, Exchange] = {}
-        self._over: OrderedDict[int, bool] = OrderedDict()
-        """The last streams that are over, and whether by a reset: late frames are then expected."""
+        self._past = Past()
         self._lingering = Lingering(limits.max_streams)
         self._opened_here = self._opened_there = 0
         """The highest streams that we and the peer have opened."""
@@ -118,6 +114,7 @@ class Connection:
         """Whether a request has gone out since the peer was last heard of."""
         self.in_doubt = False
         """Whether a server was asked if it is there, and has let some time pass since."""
+        self._under_way = self._reader.under_way
         self._head_due_ms: int | None = now_ms + limits.head_ms
         self._drain_due_ms: int | None = None
         self._goaway_due_ms: int | None = None
@@ -155,10 +152,9 @@ class Connection:
             taken = self._read(view)
         except Fault as fault:
             self._end(fault.reason, fault.code)
-        if not self._reader.mid_frame:
-            self._head_due_ms = None
-        elif self._head_due_ms is None:
-            self._head_due_ms = now_ms + self._limits.head_ms
+        if (under_way := self._reader.under_way) != self._under_way:
+            self._under_way = under_way
+            self._head_due_ms = now_ms + self._limits.head_ms if under_way else None
         self._collect()
         return taken
 
@@ -303,8 +299,8 @@ class Connection:
         exchange.received += length
         expected = exchange.expected
         if expected is not None and (exchange.received > expected or (ends and exchange.received < expected)):
-            self._abandon(exchange, ErrorCodes.PROTOCOL_ERROR, "a body has not the length its head said")
             self._give_credit(None, overhead)
+            self._break_off(exchange, ErrorCodes.PROTOCOL_ERROR, "a body has not the length its head said")
             return
         if overhead:
             self._give_credit(exchange, overhead)
@@ -342,11 +338,11 @@ class Connection:
         """Answer DATA on a stream that takes none."""
         self._incoming = None
         if exchange is not None:
-            self._abandon(exchange, ErrorCodes.STREAM_CLOSED, "octets came after the end of a body")
+            self._break_off(exchange, ErrorCodes.STREAM_CLOSED, "octets came after the end of a body")
             return
         if self._is_idle(stream_id):
             raise Fault(ErrorCodes.PROTOCOL_ERROR, "DATA on a stream that was never opened")
-        if not self._over.get(stream_id):
+        if not self._past.was_reset(stream_id):
             self._count_chatter()
             self._control += rst_stream(stream_id, ErrorCodes.STREAM_CLOSED)
 
@@ -420,7 +416,7 @@ class Connection:
         if exchange is None:
             self._receive_first_block(stream_id, head, trace, ends)
         elif exchange.body_ended:
-            self._abandon(exchange, ErrorCodes.STREAM_CLOSED, "fields came after the end of a message")
+            self._break_off(exchange, ErrorCodes.STREAM_CLOSED, "fields came after the end of a message")
         elif exchange.head_received:
             self._receive_trailers(exchange, head, ends)
         else:
@@ -430,11 +426,14 @@ class Connection:
         self, stream_id: int, head: ReceivedHead, trace: bytes | None, ends: bool
     ) -> None:
         """Take a header block on a stream that has no exchange; `trace` is a ``traceparent`` that ends it."""
-        if self._is_idle(stream_id) or stream_id not in self._over:
+        was_reset = self._past.was_reset(stream_id)
+        if self._is_idle(stream_id) or was_reset is None:
             raise Fault(ErrorCodes.PROTOCOL_ERROR, "HEADERS on a stream that they cannot open")
-        if not self._over[stream_id]:
+        if not was_reset:
             raise Fault(ErrorCodes.STREAM_CLOSED, "HEADERS on a stream that has ended")
         self._count_chatter()
+        if ends:
+            self._lingering.discard(stream_id)
 
     def _receive_response_block(self, exchange: Exchange, head: ReceivedHead, ends: bool) -> None:
         """Take a header block before the head of the peer's message; servers have none such."""
@@ -451,19 +450,15 @@ class Connection:
             try:
                 self._sender.open_stream_window(exchange, increment)
             except Fault as fault:
-                self._abandon(exchange, fault.code, f"the peer broke the protocol: {fault.code.name}")
+                self._break_off(exchange, fault.code, f"the peer broke the protocol: {fault.code.name}")
         elif self._is_idle(stream_id):
             raise Fault(ErrorCodes.PROTOCOL_ERROR, "WINDOW_UPDATE on a stream that was never opened")
 
     def _receive_settings(self) -> None:
         self._settled = True
-        protocol = self._h2
-        if protocol.encoder.header_table_size > _HEADER_TABLE_BYTES:
-            protocol.encoder.header_table_size = _HEADER_TABLE_BYTES
-        self._sender.largest = protocol.max_outbound_frame_size
-        self._sender.change_initial_window(
-            protocol.remote_settings.initial_window_size, self._exchanges.values()
-        )
+        theirs = self._h2.remote_settings
+        self._sender.largest = self._h2.max_outbound_frame_size
+        self._sender.change_initial_window(theirs.initial_window_size, self._exchanges.values())
 
     def _receive_trailers(self, exchange: Exchange, head: ReceivedHead, ends: bool) -> None:
         """End a body by its trailers; what they say is nobody's business here."""
@@ -474,7 +469,7 @@ class Connection:
             if exchange.expected is not None and exchange.received != exchange.expected:
                 raise Malformed("a body has not the length its head said")
         except Malformed as error:
-            self._abandon(exchange, ErrorCodes.PROTOCOL_ERROR, str(error))
+            self._break_off(exchange, ErrorCodes.PROTOCOL_ERROR, str(error))
         else:
             self._end_body(exchange)
 
@@ -493,7 +488,9 @@ class Connection:
         self._finish(exchange, reason=f"reset by the peer: {_name(code)}", unprocessed=refused)
 
     def _receive_goaway(self, last_stream_id: int, code: int) -> None:
-        if not self._peer_left:
+        if self._peer_left:
+            self._count_chatter()
+        else:
             self._peer_left = True
             self._events.append(GoingAway())
         if code:
@@ -543,6 +540,11 @@ class Connection:
         self._reset_stream(exchange, code)
         self._finish(exchange, reason=reason)
 
+    def _break_off(self, exchange: Exchange, code: ErrorCodes, reason: str) -> None:
+        """Do so because the peer broke the protocol, which it may do as often as it may give up exchanges."""
+        self._abandon(exchange, code, reason)
+        self._count_reset()
+
     def _reset_stream(self, exchange: Exchange, code: ErrorCodes) -> None:
         self._control += rst_stream(exchange.stream_id, code)
         exchange.was_reset = True
@@ -558,9 +560,8 @@ class Connection:
 
     def _forget(self, exchange: Exchange) -> None:
         del self._exchanges[exchange.stream_id]
-        self._over[exchange.stream_id] = exchange.was_reset
-        if len(self._over) > _REMEMBERED:
-            self._over.popitem(last=False)
+        self._past.add(exchange.stream_id, exchange.was_reset)
+        self._sender.forget(exchange)
         exchange.gone = True
         exchange.out.clear()
         exchange.out_bytes = 0

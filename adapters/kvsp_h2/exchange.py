@@ -1,11 +1,16 @@
-"""One exchange on a stream, and what a connection keeps for all of them: budgets, and streams that linger."""
+"""One exchange on a stream, and what a connection keeps for all of them: budgets, and streams that linger or
+are over."""
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from typing import Final
 
-__all__ = ["Budget", "Exchange", "Lingering"]
+__all__ = ["Budget", "Exchange", "Lingering", "Past"]
+
+_REMEMBERED: Final = 256
+"""Streams that are over of which it is known how they ended."""
 
 
 class Budget:
@@ -126,3 +131,25 @@ class Lingering:
             del self._due_ms[stream_id]
             taken.append(stream_id)
         return taken
+
+
+class Past:
+    """Streams that are over: whether their late frames are to be expected, or break the protocol."""
+
+    def __init__(self) -> None:
+        self._was_reset: OrderedDict[int, bool] = OrderedDict()
+        self._forgotten = 0
+        """The highest stream of those that are not remembered any more."""
+
+    def add(self, stream_id: int, was_reset: bool) -> None:
+        """Take note that a stream is over."""
+        self._was_reset[stream_id] = was_reset
+        if len(self._was_reset) > _REMEMBERED:
+            forgotten, _ = self._was_reset.popitem(last=False)
+            self._forgotten = max(self._forgotten, forgotten)
+
+    def was_reset(self, stream_id: int) -> bool | None:
+        """Return whether a stream ended by a reset, so that late frames are to be expected: of what is not
+        remembered, that is assumed. None where there was no such stream."""
+        known = self._was_reset.get(stream_id)
+        return True if known is None and stream_id <= self._forgotten else known

@@ -22,6 +22,7 @@ HeaderList: TypeAlias = "list[tuple[bytes, bytes]]"
 _TOKEN: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+")
 _METHOD: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 _PATH: Final = re.compile(rb"/[!$-~]*|\*")
+_SCHEME: Final = re.compile(rb"[A-Za-z][A-Za-z0-9+.-]*")
 _AUTHORITY: Final = re.compile(rb"[!$-.0->A-~]+")
 _STATUS: Final = re.compile(rb"[1-9][0-9][0-9]")
 # What no value may hold: NUL, CR and LF anywhere, white space at either end.
@@ -63,8 +64,10 @@ def request_head(headers: HeaderList) -> RequestHead:
         if b":path" in pseudo or b":scheme" in pseudo or b":authority" not in pseudo:
             raise Malformed("CONNECT has an authority and neither scheme nor path")
         target = b"*"
-    elif b":scheme" not in pseudo or not _PATH.fullmatch(target) or (target == b"*" and method != b"OPTIONS"):
-        raise Malformed("no scheme, or no path that begins with a slash")
+    elif not _SCHEME.fullmatch(pseudo.get(b":scheme", b"")):
+        raise Malformed("no scheme")
+    elif not _PATH.fullmatch(target) or (target == b"*" and method != b"OPTIONS"):
+        raise Malformed("no path that begins with a slash")
     authority = pseudo.get(b":authority")
     expects = False
     for name, value in fields:

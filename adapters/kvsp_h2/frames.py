@@ -144,6 +144,8 @@ class FrameReader:
         self._block: list[bytes] = []
         self._block_ends = False
         self._started = self._stopped = False
+        self._begun = 0
+        """Frames and header blocks whose head has come."""
         self.frames_left = sys.maxsize
         """Frames that are still read before others are to have their turn; who gives octets sets it."""
 
@@ -152,9 +154,14 @@ class FrameReader:
         self._stopped = True
 
     @property
-    def mid_frame(self) -> bool:
-        """Whether a frame other than DATA, or a header block, has begun and is not complete."""
-        return bool(self._partial or self._block_stream or not self._started)
+    def under_way(self) -> int:
+        """The number of the frame other than DATA, or header block, that has begun and is not complete; 0
+        where there is none. The first frame has begun before its first octet."""
+        if self._block_stream:
+            return self._begun
+        if self._partial or not self._started:
+            return self._begun + (len(self._partial) < HEAD_BYTES)
+        return 0
 
     @property
     def data_left(self) -> int:
@@ -239,6 +246,7 @@ class FrameReader:
         stream_id &= 0x7FFFFFFF
         self._kind, self._stream_id = kind, stream_id
         self.frames_left -= 1
+        self._begun += kind != CONTINUATION
         if not self._started:
             self._check_first(kind, flags)
         if self._block_stream and (kind != CONTINUATION or stream_id != self._block_stream):

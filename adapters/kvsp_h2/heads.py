@@ -29,6 +29,8 @@ _LITERAL: Final = b"\x10" + bytes((len(_VARYING),)) + _VARYING + bytes((_VALUE_B
 _LITERAL_BYTES: Final = len(_LITERAL) + _VALUE_BYTES
 _KIND: Final = 0xE0
 _NEW_TABLE_SIZE: Final = 0x20
+_NO_TABLE: Final = b"\x20"
+"""What a block begins with to say that nothing is kept in the dynamic table from now on (RFC 7541, 6.3)."""
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -80,7 +82,7 @@ class HeadDecoder:
             self._kept.clear()
             self._rests.clear()
         elif head.size_bytes <= _KEPT_BYTES and block:
-            if varies and [pair for pair in head.headers if pair[0] == _VARYING] == [(_VARYING, value)]:
+            if varies and _find(head.headers) == [(len(head.headers) - 1, value)]:
                 # The field with this value ends the block, so what is before these octets means the rest.
                 rest = ReceivedHead(head.headers[:-1])
                 _keep(self._rests, block[:begins], rest)
@@ -92,10 +94,14 @@ class HeadDecoder:
 class HeadEncoder:
     """Encodes heads. Values stay out of the compression tables of both ends, so that a block means the same
     each time it is sent. Huffman's code is left out: it would cost both ends more than the octets it saves.
+
+    The first block says so, by a table of no octets. No size that the peer sets later is below that, so none
+    has to be followed.
     """
 
-    def __init__(self, encoder: Encoder) -> None:
-        self._encoder = encoder
+    def __init__(self) -> None:
+        self._encoder = Encoder()
+        self._first = _NO_TABLE
         self._kept: dict[Response | tuple[tuple[bytes, bytes], ...], bytes] = {}
 
     def encode(self, headers: HeaderList, traceparent: str | None = None) -> bytes:
@@ -112,13 +118,17 @@ class HeadEncoder:
     def _encode(
         self, key: Response | tuple[tuple[bytes, bytes], ...], headers: Callable[[], HeaderList]
     ) -> bytes:
-        resized = self._encoder.header_table.resized  # then the block begins with the new size, said once
-        block = None if resized else self._kept.get(key)
+        block = self._kept.get(key)
         if block is None:
             block = self._encoder.encode([(name, value, True) for name, value in headers()], huffman=False)
-            if not resized:
-                _keep(self._kept, key, block)
-        return block
+            _keep(self._kept, key, block)
+        first, self._first = self._first, b""
+        return first + block
+
+
+def _find(headers: HeaderList) -> list[tuple[int, bytes]]:
+    """Return each ``traceparent``: its place and value."""
+    return [(place, value) for place, (name, value) in enumerate(headers) if name == _VARYING]
 
 
 def _keep(kept: dict[K, V], key: K, value: V) -> None:

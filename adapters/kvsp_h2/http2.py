@@ -336,7 +336,7 @@ class ClientConnection(Connection):
         try:
             self._receive_response(exchange, head, ends)
         except (Malformed, RemoteProtocolError) as error:
-            self._abandon(exchange, ErrorCodes.PROTOCOL_ERROR, f"a malformed response: {error}")
+            self._break_off(exchange, ErrorCodes.PROTOCOL_ERROR, f"a malformed response: {error}")
 
     def _receive_response(self, exchange: Exchange, head: ReceivedHead, ended: bool) -> None:
         status, fields = response_head(head.headers)
@@ -345,6 +345,7 @@ class ClientConnection(Connection):
         if status < 200:
             if status == 101 or ended:
                 raise Malformed("HTTP/2 has no status 101, and no response ends with a status below 200")
+            self._count_chatter()
             if status == 100:
                 self._events.append(ContinueReceived(exchange.stream_id))
             return

@@ -59,16 +59,16 @@ class WireLimits:
     connection."""
 
     resets_burst: int = attrs.field(default=1000, validator=_positive)
-    """Exchanges that a peer may make us give up in a burst; more ends the connection with
-    ENHANCE_YOUR_CALM. Refilled by `resets_per_s`."""
+    """Exchanges that a peer may make us give up in a burst, by a reset or by frames that break the protocol;
+    more ends the connection with ENHANCE_YOUR_CALM. Refilled by `resets_per_s`."""
 
     resets_per_s: int = attrs.field(default=100, validator=_positive)
     """See `resets_burst`."""
 
     control_burst: int = attrs.field(default=1000, validator=_positive)
     """Frames that bring nothing (PING, SETTINGS, PRIORITY, unknown ones, empty DATA, WINDOW_UPDATE of
-    less than 1 KiB) in a burst; more ends the connection with ENHANCE_YOUR_CALM. Refilled by
-    `control_per_s`."""
+    less than 1 KiB, heads with a status below 200, a second GOAWAY) in a burst; more ends the connection
+    with ENHANCE_YOUR_CALM. Refilled by `control_per_s`."""
 
     control_per_s: int = attrs.field(default=100, validator=_positive)
     """See `control_burst`."""

@@ -30,7 +30,7 @@ class Sender:
         """The window that a stream begins with."""
         self._window = DEFAULT_WINDOW
         self._ready: deque[Exchange] = deque()
-        self._starved: list[Exchange] = []
+        self._starved: dict[Exchange, None] = {}
         """Exchanges with output that wait for the window of the connection."""
 
     def queue(self, exchange: Exchange) -> None:
@@ -47,12 +47,16 @@ class Sender:
         while self._ready:
             exchange = self._ready.popleft()
             if exchange.out_bytes and self._window <= 0:
-                self._starved.append(exchange)
+                self._starved[exchange] = None
                 continue
             exchange.queued = False
             if not exchange.gone:
                 return exchange
         return None
+
+    def forget(self, exchange: Exchange) -> None:
+        """Let go of an exchange that is over, so that a peer which opens no window is not waited for."""
+        self._starved.pop(exchange, None)
 
     def put_into_frames(self, exchange: Exchange, room: int, parts: list[Buffer]) -> int:
         """Append DATA frames as far as room, windows and what there is go; return the octets of frames."""

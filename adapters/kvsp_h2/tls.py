@@ -187,7 +187,10 @@ class TLSConnection:
             return
         except ssl.SSLError as error:
             raise TLSFailure(_reason(error)) from None
-        certificate = self._object.getpeercert()
+        try:
+            certificate = self._object.getpeercert()
+        except ValueError:  # names that are no text
+            raise TLSFailure("the names of its certificate cannot be read") from None
         self.peer = _peer(certificate)
         if certificate:
             self.valid_ms = int(1000 * (ssl.cert_time_to_seconds(str(certificate["notAfter"])) - time.time()))

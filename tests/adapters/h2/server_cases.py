@@ -342,6 +342,13 @@ def _connection_cases() -> None:
         reset(259, REFUSED),
     )
 
+    case(
+        "5.1.2",
+        "refused streams do not count",
+        b"".join(headers(i, head(path="@?hold")) for i in range(1, 261, 2)) + rst(1) + get(261),
+        Expect(answered=(261,), check=lambda r: r.reset(257) == r.reset(259) == REFUSED),
+    )
+
     # 5.3 Priority, 5.5 Extensions --------------------------------------------------------------------
 
     case(
@@ -355,6 +362,12 @@ def _connection_cases() -> None:
         "HEADERS with exclusive priority",
         frame(HEADERS, END | ENDH | PRIO, 3, b"\x80\x00\x00\x01\xff" + head()),
         answered(3),
+    )
+    case(
+        "5.3",
+        "HEADERS that depend on themselves",
+        frame(HEADERS, END | ENDH | PRIO, 1, b"\x00\x00\x00\x01\x10" + head()),
+        answered(1),
     )
     case("5.3", "PRIORITY for an unknown parent", frame(PRIORITY, 0, 3, b"\x00\x00\x00\x63\x10"), FINE)
     case("5.5", "PRIORITY_UPDATE is passed over", frame(0x10, 0, 0, b"\x00\x00\x00\x01u=1"), FINE)
@@ -431,6 +444,7 @@ def _frame_cases() -> None:
     case("6.3", "PRIORITY on stream 0", frame(PRIORITY, 0, 0, bytes(5)), refused(PROTOCOL))
     case("6.4", "RST_STREAM on stream 0", rst(0), refused(PROTOCOL))
     case("6.4", "RST_STREAM with an unknown code", post() + rst(1, 0x99), FINE)
+    case("6.4", "RST_STREAM without an error", post() + rst(1, NO_ERROR), FINE)
 
     # 6.5 SETTINGS ------------------------------------------------------------------------------------
 
@@ -452,6 +466,20 @@ def _frame_cases() -> None:
     case("6.5.2", "MAX_FRAME_SIZE at both ends", settings((5, 16_384), (5, 2**24 - 1)) + get(), answered(1))
     case("6.5.2", "HEADER_TABLE_SIZE of 0", settings((1, 0)) + get(), answered(1))
     case("6.5.2", "HEADER_TABLE_SIZE as large as may be", settings((1, 2**32 - 1)) + get(), answered(1))
+    case(
+        "6.5.2",
+        "HEADER_TABLE_SIZE of 0 and back, between requests",
+        get(1) + settings((1, 0)) + get(3) + settings((1, 4096)) + get(5),
+        answered(1, 3, 5),
+    )
+    case(
+        "6.5.2",
+        "HEADER_TABLE_SIZE that goes up and down within SETTINGS",
+        settings((1, 65_536), (1, 0), (1, 8192)) + get(),
+        answered(1),
+    )
+    case("6.5.2", "MAX_HEADER_LIST_SIZE of 1", settings((6, 1)) + get(), answered(1))
+    case("6.5.2", "ENABLE_CONNECT_PROTOCOL of 1", settings((8, 1)) + get(), answered(1))
     case("6.5.2", "MAX_CONCURRENT_STREAMS of 0", settings((3, 0)) + get(), answered(1))
     case("6.5.2", "the same setting twice", settings((4, 1), (4, 65_535)) + get(), answered(1))
 
@@ -479,12 +507,38 @@ def _frame_cases() -> None:
     case("6.7", "PING on a stream", frame(PING, 0, 1, bytes(8)), refused(PROTOCOL))
     case("6.8", "GOAWAY on a stream", frame(GOAWAY, 0, 1, bytes(8)), refused(PROTOCOL))
     case("6.8", "GOAWAY of 7 octets", frame(GOAWAY, 0, 0, bytes(7)), refused(SIZE))
+    case(
+        "6.6",
+        "PUSH_PROMISE on stream 0",
+        frame(PUSH, ENDH, 0, struct.pack(">L", 2) + head()),
+        refused(PROTOCOL),
+    )
+    case(
+        "6.8",
+        "a request after GOAWAY",
+        _held + frame(GOAWAY, 0, 0, bytes(8)) + get(3),
+        answered(3),
+    )
+    case(
+        "6.8",
+        "GOAWAY whose last stream goes up",
+        _held + frame(GOAWAY, 0, 0, bytes(8)) + frame(GOAWAY, 0, 0, struct.pack(">LL", 2, 0)),
+        FINE,
+    )
+    case(
+        "6.8",
+        "GOAWAY with octets for people",
+        _held + frame(GOAWAY, 0, 0, struct.pack(">LL", 0, 0) + b"good bye"),
+        FINE,
+    )
     case("6.8", "GOAWAY while a request is open", _held + frame(GOAWAY, 0, 0, bytes(8)), FINE)
 
     # 6.9 WINDOW_UPDATE and flow control --------------------------------------------------------------
 
     case("6.9", "an increment of 0 on the connection", update(0, 0), refused(PROTOCOL))
     case("6.9", "an increment of 0 on a stream", post() + update(1, 0), refused(PROTOCOL))
+    case("6.9", "an increment of 0 on a stream that has ended", get() + update(1, 0), refused(PROTOCOL))
+    case("6.9", "the reserved bit of an increment", get() + update(0, 1 << 31 | 1), answered(1))
     case("6.9.1", "a window of the connection that overflows", update(0, 2**31 - 1), refused(FLOW))
     case("6.9.1", "a window of a stream that overflows", post() + update(1, 2**31 - 1), reset(1, FLOW))
     case("6.9.1", "increments that add up to too much", update(0, 2**30) * 2, refused(FLOW))
@@ -521,6 +575,12 @@ def _frame_cases() -> None:
         "6.10",
         "a block in three frames",
         _pieces + frame(CONTINUATION, ENDH, 1, head()[2 * _third :]),
+        answered(1),
+    )
+    case(
+        "6.10",
+        "CONTINUATION ends no message",
+        frame(HEADERS, 0, 1, head(method="POST")) + frame(CONTINUATION, ENDH | END, 1) + data(1, end=True),
         answered(1),
     )
     case(
@@ -578,6 +638,15 @@ def _message_cases() -> None:
         post() + frame(HEADERS, END | ENDH, 1, block(("X", "y"))),
         reset(1),
     )
+    _trailers = headers(1, block(("x", "y")))
+    case("8.1", "trailers without a body", post() + _trailers, answered(1))
+    _whole = headers(1, head(method="POST", path="@?hold"), end=False) + data(1) + _trailers
+    case("8.1", "trailers after trailers", _whole + _trailers, reset(1, CLOSED))
+    case("8.1", "DATA after trailers", _whole + data(1), reset(1, CLOSED))
+    for _field, _value in (("te", "gzip"), ("connection", "close"), ("transfer-encoding", "chunked")):
+        case(
+            "8.1", f"trailers with {_field}", post() + data(1) + headers(1, block((_field, _value))), reset(1)
+        )
     for _length, _body, _name in (("4", b"abc", "less"), ("2", b"abc", "more"), ("4", b"", "nothing")):
         case(
             "8.1.1",
@@ -604,6 +673,10 @@ def _message_cases() -> None:
         post(1, ("content-length", "3")) + data(1, b"abc", end=True),
         answered(1),
     )
+    for _length in ("", "-1", "+3", "3, 4", "0x3", "9" * 40, "3.0", "\xb3"):
+        case(
+            "8.1.1", f"the content-length {_length[:9]!r}", post(1, ("content-length", _length)), answered(1)
+        )
     case("8.1.1", "a content-length that is none", post(1, ("content-length", "3x")), answered(1))
     case(
         "8.1.1",
@@ -658,6 +731,15 @@ def _message_cases() -> None:
         reset(1),
     )
     case("8.3.1", "no scheme", headers(1, head(scheme=None)), reset(1))
+    case("8.3.1", "an empty scheme", headers(1, head(scheme="")), reset(1))
+    case("8.3.1", "a scheme that is none", headers(1, head(scheme="ht tp")), reset(1))
+    case("8.3.1", "a fragment in the path", headers(1, head(path="@#part")), reset(1))
+    case("8.3.1", "a space in the path", headers(1, head(path="@ x")), reset(1))
+    case("8.3.1", "a letter outside ASCII in the path", headers(1, head(path="@\xe9")), reset(1))
+    case("8.3.1", "two slashes for a path", headers(1, head(path="//")), answered(1))
+    case("8.3.1", "dots in the path", headers(1, head(path="/kvsp/../kvsp/x")), answered(1))
+    case("8.3.1", "a method in small letters", headers(1, head(method="get")), answered(1))
+    case("8.3.1", "an empty method", headers(1, head(method="")), reset(1))
     case("8.3.1", "no path", headers(1, head(path=None)), reset(1))
     case("8.3.1", "an empty path", headers(1, head(path="")), reset(1))
     case("8.3.1", "a path without a slash", headers(1, head(path="kvsp")), reset(1))
@@ -669,6 +751,12 @@ def _message_cases() -> None:
         "a host instead of an authority",
         headers(1, head(("host", "@authority"), authority=None)),
         answered(1),
+    )
+    case(
+        "8.3.1",
+        "two hosts that differ",
+        headers(1, head(("host", "@authority"), ("host", "elsewhere.example"), authority=None)),
+        reset(1),
     )
     case("8.3.1", "an empty authority", headers(1, head(authority="")), reset(1))
     case("8.3.1", "user information in the authority", headers(1, head(authority="me@example")), reset(1))
@@ -707,6 +795,13 @@ def _compression_cases() -> None:
         "HPACK 4.4",
         "an entry that was evicted",
         headers(1, b"\x40\x01a\x01b\x20" + head()),
+        refused(COMPRESSION),
+    )
+    case("HPACK 4.2", "three table sizes", headers(1, b"\x20\x3f\xe1\x1f\x20" + head()), answered(1))
+    case(
+        "HPACK 4.2",
+        "a table size that is cut off",
+        frame(HEADERS, END | ENDH, 1, b"\x3f"),
         refused(COMPRESSION),
     )
     case("HPACK 5.1", "an integer without end", compressed(b"\xff" + b"\x80" * 10), refused(COMPRESSION))

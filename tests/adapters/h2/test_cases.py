@@ -16,12 +16,13 @@ CASES = build()
 def react(sent: Case) -> Reaction:
     """Give the frames of a case to our server, one by one where they can be told apart."""
     raw = Raw(greet=False)
+    held = set()
 
     def answer(event: Event) -> None:
         whole = isinstance(event, BodyEnded) or (isinstance(event, RequestReceived) and event.ended)
         if isinstance(event, RequestReceived) and event.request.query == "hold":
-            return
-        if whole:
+            held.add(event.stream_id)
+        if whole and event.stream_id not in held:
             raw.end.http.respond(event.stream_id, Response(status=200, content_length=100), bytes(100))
 
     raw.end.on_event = answer

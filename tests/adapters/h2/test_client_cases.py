@@ -11,6 +11,7 @@ import struct
 import attrs
 import pytest
 
+from kvsp_core.heads import Request
 from kvsp_h2 import ClientConnection, ConnectionEnded, ContinueReceived, ExchangeEnded, GoingAway, WireLimits
 from tests.adapters.h2.pair import BASE_URI, GET, End, block, frame, headers, put, read_frames, settings
 
@@ -126,6 +127,24 @@ CASES = [
     Case("a table size above the setting", headers(1, b"\x3f\xe2\x1f\x88"), goaway=COMPRESSION),
     Case("a table size after fields", headers(1, b"\x88\x20"), goaway=COMPRESSION),
     Case("HEADERS after the end", FINE + answer(end=True), goaway=CLOSED, status=200),
+    Case("DATA after the end", FINE + data(), status=200, reset=CLOSED),
+    Case("a second answer", answer() + answer(), reset=PROTOCOL),
+    Case("a status below 200 after the answer", answer() + answer(status="103"), reset=PROTOCOL),
+    Case("trailers without a body", answer() + headers(1, block(("x", "y"))), status=200),
+    Case("an empty DATA that ends", answer() + data(b""), status=200),
+    Case("a body after 304", answer(status="304") + data(), reset=PROTOCOL),
+    Case("no body after 204", answer(status="204", end=True), status=204),
+    Case("a name that is empty", answer(1, ("", "y")), reset=PROTOCOL),
+    Case("te in an answer", answer(1, ("te", "gzip")), reset=PROTOCOL),
+    Case("trailers with connection", answer() + headers(1, block(("connection", "x"))), reset=PROTOCOL),
+    Case("a padded frame without a pad length", answer() + frame(DATA, 9, 1), goaway=SIZE),
+    Case("padding of the whole frame", answer() + frame(DATA, 9, 1, b"\x00"), status=200),
+    Case("ALTSVC and ORIGIN", frame(10, 0, 0, b"\x00\x00h3") + frame(12, 0, 0) + FINE, status=200),
+    Case("PRIORITY from a server", frame(PRIORITY, 0, 1, bytes(5)) + FINE, status=200),
+    Case("PUSH_PROMISE on stream 0", frame(PUSH, 4, 0, struct.pack(">L", 2) + head()), goaway=PROTOCOL),
+    Case("a window that shrinks under a body", settings((4, 0)) + FINE, status=200),
+    Case("MAX_CONCURRENT_STREAMS of 0", settings((3, 0)) + FINE, status=200),
+    Case("HEADER_TABLE_SIZE of 0 and back", settings((1, 0)) + settings((1, 4096)) + FINE, status=200),
     Case("WINDOW_UPDATE after the end", FINE + frame(WINDOW, 0, 1, struct.pack(">L", 9)), status=200),
     Case("RST_STREAM after the end", FINE + frame(RST, 0, 1, bytes(4)), status=200),
 ]
@@ -204,3 +223,58 @@ def test_a_window_of_ours_is_kept() -> None:
     end.connection.receive_data(data(b"x", end=False), 0)
     end.drain()
     assert end.events[-1] == ConnectionEnded("more octets than the window of the connection allows")
+
+
+@pytest.mark.requirement("HT-3")
+def test_answers_to_many_requests_that_were_given_up_are_passed_over() -> None:
+    """However many they are, they are no fault of the server, and what it sends counts for its window."""
+    end = End(ClientConnection(BASE_URI, 0))
+    http = end.http
+    assert isinstance(http, ClientConnection)
+    http.receive_data(settings((3, 1000)), 0)
+    streams = [http.request(GET) for _ in range(900)]
+    for stream_id in streams[:-1]:
+        http.reset(stream_id)
+    http.data_to_send()
+    for stream_id in streams:
+        http.receive_data(answer(stream_id) + data(bytes(16_384), stream_id=stream_id), 0)
+    end.drain()
+    assert [e.stream_id for e in end.of(ExchangeEnded) if e.complete] == streams[-1:]  # type: ignore[union-attr]
+    assert not end.of(ConnectionEnded)
+
+
+def test_an_answer_before_the_request_has_ended_ends_it() -> None:
+    end = greeted()
+    end.connection.receive_data(settings() + answer(3, status="413", end=True), 0)
+    end.drain()
+    assert end.of(ExchangeEnded) == [ExchangeEnded(3, True, 1)]
+    resets = [f[2:] for f in read_frames(end.connection.data_to_send()) if f[0] == RST]
+    assert resets == [(3, bytes(4))], "without an error"
+    end.connection.receive_data(FINE, 0)
+    end.drain()
+    assert len(end.of(ExchangeEnded)) == 2
+
+
+def test_a_body_after_head_is_malformed() -> None:
+    for answered, complete in (
+        (answer(1, ("content-length", "9"), end=True), True),
+        (answer() + data(), False),
+    ):
+        end = End(ClientConnection(BASE_URI, 0))
+        assert isinstance(end.http, ClientConnection)
+        end.http.request(Request(method="HEAD", path="blocks/b1"))
+        end.connection.receive_data(settings() + answered, 0)
+        end.drain()
+        assert [e.complete for e in end.of(ExchangeEnded)] == [complete]  # type: ignore[union-attr]
+
+
+def test_goaway_whose_last_stream_goes_up_brings_nothing_back() -> None:
+    end = greeted()
+    leaving = b"".join(frame(GOAWAY, 0, 0, struct.pack(">LL", last, 0)) for last in (1, 3))
+    end.connection.receive_data(settings() + leaving, 0)
+    end.drain()
+    assert [(e.stream_id, e.unprocessed) for e in end.of(ExchangeEnded)] == [(3, True)]  # type: ignore[union-attr]
+    assert len(end.of(GoingAway)) == 1
+    end.connection.receive_data(answer(3, end=True) + FINE, 0)
+    end.drain()
+    assert [e.stream_id for e in end.of(ExchangeEnded)] == [3, 1]  # type: ignore[union-attr]

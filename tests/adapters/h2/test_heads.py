@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from hpack import Decoder, Encoder, HPACKError
-from hypothesis import given
+from hpack import Decoder, HPACKError
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvsp_core.heads import Response
+from kvsp_h2 import ServerConnection
 from kvsp_h2.frames import Fault
 from kvsp_h2.heads import HeadDecoder, HeadEncoder
-from tests.adapters.h2.pair import block
+from tests.adapters.h2.pair import Raw, block, headers, ok, request_block, settings
 
 TRACES = (b"00-" + b"a" * 32 + b"-" + b"b" * 16 + b"-01", b"00-" + b"c" * 32 + b"-" + b"d" * 16 + b"-00")
 
@@ -50,9 +51,18 @@ def meant(decoder: HeadDecoder, octets: bytes) -> list[tuple[bytes, bytes]]:
     return head.headers if trace is None else [*head.headers, (b"traceparent", trace)]
 
 
+def begun() -> HeadEncoder:
+    """Return an encoder that has said already that it keeps no table."""
+    encoder = HeadEncoder()
+    assert encoder.encode([])[:1] == b"\x20"
+    return encoder
+
+
 few = st.lists(blocks, min_size=2, max_size=5)
+SHAM = b"\x10\x01a\x45\x10\x0btraceparent\x37" + TRACES[0]
 
 
+@example([b"\x10\x0btraceparent\x37" + TRACES[0] + SHAM] * 2)  # one that is, and one that only looks so
 @given(few.flatmap(lambda found: st.lists(st.sampled_from(found), min_size=2, max_size=40)))
 def test_blocks_mean_what_hpack_says(sent: list[bytes]) -> None:
     reference = Decoder()
@@ -74,7 +84,7 @@ def test_a_block_that_comes_again_is_not_decoded_again() -> None:
 
 
 def test_blocks_that_differ_in_the_traceparent_that_ends_them_are_decoded_once() -> None:
-    decoder, encoder = HeadDecoder(Decoder()), HeadEncoder(Encoder())
+    decoder, encoder = HeadDecoder(Decoder()), begun()
     headers = [(b":method", b"GET"), (b":path", b"/kvsp/x"), (b"a", b"b")]
     first, second = (decoder.decode(encoder.encode(headers, trace.decode())) for trace in TRACES)
     assert (first[1], second[1]) == TRACES
@@ -91,7 +101,7 @@ def test_blocks_that_differ_in_the_traceparent_that_ends_them_are_decoded_once()
 def test_a_head_is_told_apart_from_its_traceparent_where_that_is_the_only_one(
     twice: tuple[bytes, bytes],
 ) -> None:
-    decoder, encoder = HeadDecoder(Decoder()), HeadEncoder(Encoder())
+    decoder, encoder = HeadDecoder(Decoder()), begun()
     for _ in range(2):
         head, trace = decoder.decode(encoder.encode([(b"a", b"b"), twice], TRACES[0].decode()))
         assert (trace is None) == (twice[0] == b"traceparent")
@@ -107,7 +117,7 @@ def test_a_traceparent_that_holds_what_looks_like_another_is_the_one_it_is() -> 
 
 
 def test_heads_that_are_kept_apart_from_their_traceparents_are_bounded() -> None:
-    decoder, encoder = HeadDecoder(Decoder()), HeadEncoder(Encoder())
+    decoder, encoder = HeadDecoder(Decoder()), begun()
     for number in range(1000):
         decoder.decode(encoder.encode([(b"name", b"%d" % number)], TRACES[0].decode()))
     assert len(decoder._rests) <= 32
@@ -140,19 +150,36 @@ def test_what_is_kept_is_bounded() -> None:
 
 
 def test_answers_that_go_again_have_the_same_block() -> None:
-    encoder = Encoder()
-    tested = HeadEncoder(encoder)
+    tested = HeadEncoder()
     reader = Decoder()
     answers = [Response(status=200, content_length=n) for n in (1, 2, 1, 2, 1)]
-    for round_ in range(2):
-        for answer in answers:
-            assert reader.decode(tested.encode_response(answer), raw=True) == [
-                (b":status", b"200"),
-                (b"cache-control", b"no-store"),
-                (b"content-length", b"%d" % answer.content_length),
-            ]
-        if not round_:
-            encoder.header_table_size = 1000  # which the next block says, and no other
-            assert tested.encode_response(answers[0])[:1] == b"\x3f"
-            assert tested.encode_response(answers[0])[:1] != b"\x3f"
-            reader.decode(b"\x3f\xc9\x07")
+    for answer in answers:
+        assert reader.decode(tested.encode_response(answer), raw=True) == [
+            (b":status", b"200"),
+            (b"cache-control", b"no-store"),
+            (b"content-length", b"%d" % answer.content_length),
+        ]
+    assert tested.encode_response(answers[0]) == tested.encode_response(answers[0])
+
+
+@pytest.mark.requirement("HT-3")
+@given(st.lists(st.sampled_from([0, 1, 100, 4095, 4096, 4097, 8192, 2**32 - 1, None]), max_size=12))
+@example([8192, 4096, None, 0, None])
+@example([0, 0, None])
+def test_heads_can_be_read_whatever_table_the_peer_allows(found: list[int | None]) -> None:
+    """The peer changes the size of its table, or (None) sends a request; it takes no block that does not
+    follow, nor one that names a size beyond what it allows."""
+    raw, reader = Raw(), Decoder()
+    http = raw.end.http
+    assert isinstance(http, ServerConnection)
+    stream_id = 1
+    for size in [*found, None]:
+        if size is not None:
+            raw.send(settings((1, size)))
+            reader.max_allowed_table_size = size
+            continue
+        raw.send(headers(stream_id, request_block()))
+        http.respond(stream_id, ok())
+        [answer] = [f[3] for f in raw.take() if f[0] == 1]
+        assert reader.decode(answer, raw=True)[0] == (b":status", b"200")
+        stream_id += 2

@@ -4,13 +4,34 @@ from __future__ import annotations
 
 import struct
 import tracemalloc
+from collections.abc import Callable
 
 import pytest
 
 from kvsp_core.problems import problem_of
-from kvsp_h2 import ConnectionEnded, ExchangeEnded, RequestReceived, WireLimits
+from kvsp_h2 import (
+    ClientConnection,
+    ConnectionEnded,
+    ExchangeEnded,
+    RequestReceived,
+    ServerConnection,
+    WireLimits,
+)
 from kvsp_h2.frames import PREFACE
-from tests.adapters.h2.pair import GET, Pair, Raw, block, frame, headers, ok, put, request_block, settings
+from tests.adapters.h2.pair import (
+    BASE_URI,
+    GET,
+    End,
+    Pair,
+    Raw,
+    block,
+    frame,
+    headers,
+    ok,
+    put,
+    request_block,
+    settings,
+)
 
 CALM = 11
 PING = frame(6, 0, 0, b"12345678")
@@ -86,6 +107,81 @@ def test_streams_that_make_us_reset_them_are_counted() -> None:
     assert goaway(raw.send(octets)) == CALM
 
 
+@pytest.mark.parametrize(
+    "provoke",
+    [
+        lambda i: frame(0, 0, i, b"x"),
+        lambda i: headers(i, request_block()),
+        lambda i: frame(8, 0, i, struct.pack(">L", 2**31 - 1)),
+    ],
+    ids=["data-after-the-end", "headers-after-the-end", "window-too-large"],
+)
+def test_exchanges_that_we_are_made_to_reset_are_counted(provoke: Callable[[int], bytes]) -> None:
+    """So that nobody has us begin more than may be under way at a time, by having us break it off."""
+    raw = Raw(WireLimits(resets_burst=50, resets_per_s=1))
+    found = None
+    for stream_id in range(1, 201, 2):
+        found = goaway(raw.send(headers(stream_id, request_block()) + provoke(stream_id)))
+        if found is not None:
+            break
+    assert (found, stream_id) == (CALM, 101)
+    assert raw.refused() == "too many exchanges given up"
+    assert len(raw.end.of(ExchangeEnded)) == len(raw.end.of(RequestReceived)) == 51
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        lambda i: frame(0, 1, i, b"x"),
+        lambda i: frame(0, 0, i, b"xxx"),
+        lambda i: headers(i, block(("X", "y"))),
+        lambda i: headers(i, block(("x", "y")), end=False),
+    ],
+    ids=["body-too-short", "body-too-long", "bad-trailers", "fields-that-do-not-end"],
+)
+def test_requests_that_turn_out_malformed_are_counted(rest: Callable[[int], bytes]) -> None:
+    raw = Raw(WireLimits(resets_burst=50, resets_per_s=1))
+    head = request_block(("content-length", "2"), method="PUT")
+    octets = b"".join(headers(i, head, end=False) + rest(i) for i in range(1, 201, 2))
+    assert goaway(raw.send(octets)) == CALM
+    assert raw.refused() == "too many exchanges given up"
+
+
+@pytest.mark.parametrize(
+    "flood",
+    [headers(1, block((":status", "103")), end=False), headers(1, block((":status", "100")), end=False)],
+    ids=["early-hints", "continue"],
+)
+def test_a_server_does_not_answer_for_ever(flood: bytes) -> None:
+    end = End(ClientConnection(BASE_URI, 0, WireLimits(control_burst=100, control_per_s=10)))
+    assert isinstance(end.http, ClientConnection)
+    end.http.request(GET)
+    end.connection.receive_data(settings() + flood * 90, 0)
+    end.drain()
+    assert not end.of(ConnectionEnded)
+    end.connection.receive_data(flood * 20, 0)
+    end.drain()
+    assert end.events[-1] == ConnectionEnded("too many frames that bring nothing")
+
+
+def test_malformed_answers_are_counted() -> None:
+    end = End(ClientConnection(BASE_URI, 0, WireLimits(resets_burst=50, resets_per_s=1)))
+    assert isinstance(end.http, ClientConnection)
+    end.connection.receive_data(settings(), 0)
+    for stream_id in range(1, 103, 2):
+        assert end.http.request(GET) == stream_id
+        end.connection.receive_data(headers(stream_id, block(("a", "b"))), 0)
+    end.drain()
+    assert end.events[-1] == ConnectionEnded("too many exchanges given up")
+
+
+def test_a_peer_leaves_once() -> None:
+    raw = Raw(WireLimits(control_burst=100, control_per_s=10))
+    raw.send(headers(1, request_block()))
+    assert goaway(raw.send(frame(7, 0, 0, bytes(8)) * 90)) is None
+    assert goaway(raw.send(frame(7, 0, 0, bytes(8)) * 20)) == CALM
+
+
 def test_late_data_after_an_early_answer_is_no_flood() -> None:
     raw = Raw(WireLimits(control_burst=2000))
     raw.send(headers(1, request_block(method="PUT"), end=False))
@@ -145,6 +241,32 @@ def test_frames_that_are_dropped_cost_no_memory() -> None:
     assert not raw.end.http.ended
 
 
+def test_answers_that_nobody_makes_room_for_are_forgotten_with_their_exchange() -> None:
+    """Who opens no window, and gives up what waits for it, leaves nothing behind."""
+    raw = Raw(WireLimits(resets_burst=1 << 20))
+    http = raw.end.http
+    assert isinstance(http, ServerConnection)
+    raw.send(headers(1, request_block()))
+    http.respond(1, ok(1 << 20), bytes(1 << 20))
+    assert sum(len(f[3]) for f in raw.take() if f[0] == 0) == 65_535
+
+    def give_up(streams: range) -> None:
+        for stream_id in streams:
+            raw.send(headers(stream_id, request_block()))
+            http.respond(stream_id, ok(2), b"ok")
+            raw.take()
+            raw.send(frame(3, 0, stream_id, bytes(4)))
+            raw.end.events.clear()
+
+    give_up(range(3, 1003, 2))
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    give_up(range(1003, 3003, 2))
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert after - before < 100_000
+
+
 def test_a_connection_that_had_many_exchanges_remembers_few() -> None:
     pair = Pair()
     pair.echo()
@@ -199,6 +321,24 @@ def test_windows_are_kept_to() -> None:
         assert raw.refused() == reason
 
 
+def test_padding_counts_for_windows_and_is_given_back() -> None:
+    raw = Raw(WireLimits(stream_window_bytes=65_535, connection_window_bytes=65_535))
+    raw.send(headers(1, request_block(method="PUT"), end=False))
+    windows = {0: 65_535, 1: 65_535}
+    padded = frame(0, 8, 1, b"\xff" + b"x" * 10 + bytes(255))
+    for number in range(2_000):
+        if number == 1_000:
+            raw.end.http.respond(1, ok(0, 413))  # type: ignore[union-attr]
+        for stream_id in windows:
+            windows[stream_id] -= 266
+        assert windows[0] >= 0
+        assert windows[1] >= 0 or number >= 1_000
+        for kind, _, stream_id, payload in raw.send(padded):
+            if kind == 8:
+                windows[stream_id] += int.from_bytes(payload, "big")
+    assert not raw.end.http.ended
+
+
 # Time -------------------------------------------------------------------------------------------------------
 
 
@@ -230,6 +370,34 @@ def test_what_was_begun_has_to_go_on(begun: bytes) -> None:
     assert due == (15_000 if begun[:3] != PREFACE[:3] else 10_000)
     connection.handle_timer(due)
     assert connection.ended
+
+
+def test_frames_that_are_all_cut_in_two_go_on() -> None:
+    """Where each lot ends within a frame, and the next completes it, nobody is waited for."""
+    raw = Raw()
+    octets = PING * 60
+    raw.send(octets[:5])
+    for second in range(1, 60):
+        raw.now_ms = second * 1000
+        raw.end.connection.handle_timer(raw.now_ms)
+        at = 17 * (second - 1) + 5
+        assert goaway(raw.send(octets[at : at + 17])) is None
+        due_ms = raw.end.connection.next_deadline_ms()
+        assert due_ms is not None
+        assert due_ms > raw.now_ms
+
+
+@pytest.mark.parametrize("size", [1, 8, 9, 10, 12, 20])
+def test_a_header_block_has_one_time_for_all_its_frames(size: int) -> None:
+    raw = Raw()
+    raw.send(frame(6, 0, 0, bytes(8)) + frame(1, 1, 1, request_block())[:5])
+    raw.now_ms = 4_000
+    raw.send(frame(1, 1, 1, request_block())[5:] + frame(9, 0, 1, bytes(21))[:size])
+    raw.now_ms = 8_000
+    raw.send(frame(9, 0, 1, bytes(21))[size:])
+    assert raw.end.connection.next_deadline_ms() == 10_000
+    raw.send(frame(9, 4, 1) + frame(6, 0, 0, bytes(8))[:size][:16])
+    assert raw.end.connection.next_deadline_ms() == 18_000
 
 
 def test_a_body_that_stops_is_given_up() -> None:
