@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Final, cast
 from urllib.parse import urlsplit
 
@@ -76,7 +76,8 @@ class Link(BaseLink[HTTP], asyncio.BufferedProtocol):
         self._transport.set_write_buffer_limits(_HIGH_WATER)
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family != socket.AF_UNIX:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with suppress(OSError):  # where the peer is gone already, as reading will tell
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._links.add(self)
         self.flush()
 

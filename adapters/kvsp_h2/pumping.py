@@ -181,6 +181,7 @@ class BaseDialer(ABC, Generic[LinkT]):
 
     def abort(self) -> None:
         """Close everything at once."""
+        self._closing = True
         self.pool.close("this service is not called any more")
         self._stop_dialing()
         for link in tuple(self.links):

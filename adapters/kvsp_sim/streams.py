@@ -1,22 +1,43 @@
 """What HTTP/2 has to keep, whatever becomes of connections: what is given to one end of a stream comes out at
-the other, in order, whole or not as a whole, and no request is acted on twice.
+the other, in order, whole or not as a whole, and no request is acted on twice; neither end finds fault with
+the other, says anything on a stream that it has ended, or loses a part of its windows.
 
-Both ends are those of `kvsp_h2`; here they note what they are given, and what they tell is compared with it.
+Both ends are those of `kvsp_h2`; here they note what they are given, and what they tell and say is compared
+with it.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from typing import Any
+from typing import Any, Final
 
 import attrs
+from h2.errors import ErrorCodes
 
 from kvsp_core.heads import Request, Response
+from kvsp_h2.connection import Connection
 from kvsp_h2.events import BodyEnded, DataReceived, Event, ExchangeEnded, RequestReceived, ResponseReceived
+from kvsp_h2.frames import (
+    DATA,
+    END_STREAM,
+    GOAWAY,
+    HEAD_BYTES,
+    HEADERS,
+    PREFACE,
+    RST_STREAM,
+    WINDOW_UPDATE,
+    Buffer,
+)
 from kvsp_h2.http2 import ClientConnection, ServerConnection
 from kvsp_sim.property import Violation
 
-__all__ = ["NotingClient", "NotingServer", "Streams"]
+__all__ = ["NotingClient", "NotingServer", "Said", "Streams"]
+
+_NO_FAULT: Final = frozenset(
+    (ErrorCodes.NO_ERROR, ErrorCodes.CANCEL, ErrorCodes.REFUSED_STREAM, ErrorCodes.ENHANCE_YOUR_CALM)
+)
+"""Why a stream or a connection may end where nobody broke the protocol: it is over, nobody waits any more,
+there were too many, or one end has said much that brings nothing, or begun something and not gone on."""
 
 
 class _Body:
@@ -116,10 +137,86 @@ def _fail(explanation: str) -> None:
     raise Violation("octets_arrive_as_given", explanation)
 
 
+class Said:
+    """What one end of a connection has said, frame by frame."""
+
+    def __init__(self, *, by_client: bool) -> None:
+        self._who = "the client" if by_client else "the server"
+        self._before = PREFACE if by_client else b""
+        self._ended: dict[int, bool] = {}
+        """The streams that it has ended, and whether by a reset."""
+
+    def check(self, octets: bytes) -> None:
+        """Look at the next frames, which are whole. Raises `Violation`."""
+        at = len(self._before) if octets else 0
+        assert octets.startswith(self._before[:at])
+        self._before = self._before[at:]
+        while at < len(octets):
+            length = int.from_bytes(octets[at : at + 3], "big")
+            kind, flags = octets[at + 3], octets[at + 4]
+            stream_id = int.from_bytes(octets[at + 5 : at + HEAD_BYTES], "big")
+            at += HEAD_BYTES
+            if kind in (RST_STREAM, GOAWAY):
+                start = at + 4 * (kind == GOAWAY)
+                self._check_code(kind, int.from_bytes(octets[start : start + 4], "big"))
+            self._check_stream(kind, flags, stream_id)
+            at += length
+
+    def _check_code(self, kind: int, code: int) -> None:
+        if code not in _NO_FAULT:
+            what = "a stream" if kind == RST_STREAM else "the connection"
+            raise Violation("nobody_is_at_fault", f"{self._who} ends {what} with {ErrorCodes(code).name}")
+
+    def _check_stream(self, kind: int, flags: int, stream_id: int) -> None:
+        was_reset = self._ended.get(stream_id)
+        if was_reset or (was_reset is False and kind not in (RST_STREAM, WINDOW_UPDATE)):
+            explanation = f"{self._who} says more on stream {stream_id}: a frame of kind {kind}"
+            raise Violation("what_is_ended_is_over", explanation)
+        if kind == RST_STREAM:
+            self._ended[stream_id] = True
+        elif kind in (DATA, HEADERS) and flags & END_STREAM:
+            self._ended[stream_id] = False
+
+
+def _check_windows(end: Connection) -> None:
+    """Compare what a peer may send, and what it was not told yet that it may, with what it could at first."""
+    reader, limits = end._reader, end._limits
+    if reader.data_left or end.ended:
+        return
+    lost = limits.connection_window_bytes - end._window - end._credit
+    for exchange in end._exchanges.values():
+        lost -= exchange.unacknowledged
+        if not exchange.body_ended:
+            known = exchange.window + exchange.credit + exchange.unacknowledged
+            _check_lost(limits.stream_window_bytes - known, f"stream {exchange.stream_id}")
+    _check_lost(lost, "the connection")
+
+
+def _check_lost(count: int, whose: str) -> None:
+    if count:
+        raise Violation("windows_lose_nothing", f"the window of {whose} lost {count} octets")
+
+
 class NotingClient(ClientConnection):
     """The client's end of a connection."""
 
     streams: Streams
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._said = Said(by_client=True)
+
+    def receive_data(self, data: Buffer, now_ms: int) -> int:
+        """Take octets from the server."""
+        taken = super().receive_data(data, now_ms)
+        _check_windows(self)
+        return taken
+
+    def data_to_send(self) -> bytes:
+        """Return the octets to send next."""
+        octets = super().data_to_send()
+        self._said.check(octets)
+        return octets
 
     def request(self, request: Request, *arguments: Any, **keywords: Any) -> int:
         """Send a request and return its stream."""
@@ -142,6 +239,22 @@ class NotingServer(ServerConnection):
     """The server's end of a connection."""
 
     streams: Streams
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._said = Said(by_client=False)
+
+    def receive_data(self, data: Buffer, now_ms: int) -> int:
+        """Take octets from the client."""
+        taken = super().receive_data(data, now_ms)
+        _check_windows(self)
+        return taken
+
+    def data_to_send(self) -> bytes:
+        """Return the octets to send next."""
+        octets = super().data_to_send()
+        self._said.check(octets)
+        return octets
 
     def respond(self, stream_id: int, response: Response, *arguments: Any, **keywords: Any) -> bool:
         """Answer a request."""

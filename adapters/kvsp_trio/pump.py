@@ -57,6 +57,8 @@ class Link(BaseLink[HTTP]):
                 nursery.cancel_scope.cancel()
         except* (OSError, trio.BrokenResourceError, trio.ClosedResourceError):
             pass  # the peer is gone, and that is said below
+        except* Exception as group:
+            self._network.report(group)
         finally:
             self._over = True
             self._end()
@@ -241,7 +243,7 @@ class _Dialer(BaseDialer[Link[ClientConnection]]):
         self._connect = connect or self._connect_to_host
         self._waits = trio.CancelScope()
         self._dials = trio.CancelScope()
-        """That of the one attempt that is made at a time."""
+        """That of the one attempt that is made at a time, from the moment it is ordered."""
 
     def _stop_dialing(self) -> None:
         self._dials.cancel()
@@ -251,7 +253,8 @@ class _Dialer(BaseDialer[Link[ClientConnection]]):
         """Open a connection where the pool wants one, now or at its deadline."""
         network = self._network
         if self.pool.wants_dial(network.now_ms()):
-            network.nursery.start_soon(self._dial)
+            self._dials = trio.CancelScope()
+            network.nursery.start_soon(self._dial, self._dials)
         self._waits.cancel()
         if self.pool.next_deadline_ms() is not None:
             self._waits = trio.CancelScope(deadline=_seconds(self.pool.next_deadline_ms()))
@@ -267,16 +270,20 @@ class _Dialer(BaseDialer[Link[ClientConnection]]):
         where = urlsplit(self.pool.base_uri)
         return await trio.open_tcp_stream(where.hostname or "", where.port or 443)
 
-    async def _dial(self) -> None:
+    async def _dial(self, scope: trio.CancelScope) -> None:
         network, pool = self._network, self.pool
         stream: trio.abc.Stream | None = None
-        with trio.CancelScope() as self._dials:
+        with scope:
             try:
                 with trio.fail_after(pool.wire_limits.handshake_ms / 1000):
                     stream = await self._connect()
             except (OSError, trio.TooSlowError, ValueError):
                 self._unreachable()
-        if stream is not None:
+        if stream is None:
+            return
+        if scope.cancel_called:
+            await trio.aclose_forcefully(stream)
+        else:
             await Link(network, self._connection(), self._receive, stream, self.links).run()
 
 

@@ -22,7 +22,8 @@ class LoopSocket:
     """A socket that is read and written as far as goes without waiting."""
 
     def __init__(self, stream: trio.SocketStream, memory: memoryview) -> None:
-        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with suppress(OSError):  # where the peer is gone already, as reading will tell
+            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = socket.socket(fileno=stream.socket.detach())
         self._socket.setblocking(False)
         self._memory = memory

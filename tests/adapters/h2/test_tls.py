@@ -357,3 +357,12 @@ def test_octets_changed_on_the_way_end_the_connection(certificates: Certificates
     pair.server.connection.receive_data(octets, 0)
     pair.server.drain()
     assert pair.server.events[1:] == [ConnectionEnded("the peer broke the protocol of TLS")]
+
+
+@pytest.mark.requirement("HT-2")
+def test_a_certificate_whose_names_are_no_text_is_refused(certificates: Certificates) -> None:
+    odd = certificates.credentials(certificates.with_names(b"spiffe://\xff\xfe"))
+    pair = join(certificates.credentials(certificates.server), odd)
+    assert ends(pair)[0] == "the peer was refused: the names of its certificate cannot be read"
+    pair = join(odd, certificates.credentials(certificates.client))
+    assert ends(pair)[1] != ""

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import asyncio.constants
+import os
+import resource
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 
 import pytest
 
 from kvsp_asyncio import open_network
 from tests.adapters.certificates import SERVER_URI, Certificates
+from tests.adapters.pumps.worlds import KINDS, Kind, World, play
 
 MANY = 200
 
@@ -35,3 +41,47 @@ def test_a_turn_of_the_loop_lets_few_in(certificates: Certificates, loop: str) -
         return [after - before for before, after in pairwise(counts)]
 
     assert max(runner(accept())) <= 32
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if not k.in_memory], ids=lambda kind: kind.name)
+def test_where_the_system_has_no_room_for_more_those_who_are_there_are_served(
+    kind: Kind, certificates: Certificates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And others again once it has."""
+    monkeypatch.setattr(asyncio.constants, "ACCEPT_RETRY_DELAY", 0.01)
+
+    async def scenario(world: World) -> None:
+        await world.listen()
+        world.connect_to(max_connections=1)
+        assert (await world.fetch("block")).status == 200
+        clients = [socket.socket() for _ in range(3)]
+        with no_more_files():
+            for client in clients:
+                client.setblocking(False)
+                with suppress(BlockingIOError):
+                    client.connect(("127.0.0.1", world.listener.port))
+            for _ in range(3):
+                assert (await world.fetch("block")).status == 200
+        world.connect_to()
+        assert (await world.fetch("block")).status == 200
+        for client in clients:
+            client.close()
+
+    play(kind, certificates, scenario)
+
+
+@contextmanager
+def no_more_files() -> Iterator[None]:
+    """Let this process open no further file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+    try:
+        with suppress(OSError):
+            while True:
+                held.append(os.dup(0))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fileno in held:
+            os.close(fileno)

@@ -18,6 +18,7 @@ from kvsp_h2 import (
     ExchangeEnded,
     OutputReady,
     RequestReceived,
+    ServerConnection,
     WireLimits,
 )
 from tests.adapters.certificates import CLIENT_URI, Certificates
@@ -281,6 +282,41 @@ def test_an_error_of_the_service_costs_one_connection(
 
     run(kind, certificates, scenario)
     assert "a bug in the service" in caplog.text + capfd.readouterr().err
+
+
+def test_an_error_of_ours_costs_one_connection(
+    kind: Kind,
+    certificates: Certificates,
+    caplog: pytest.LogCaptureFixture,
+    capfd: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(connection: ServerConnection, view: memoryview) -> memoryview:
+        monkeypatch.undo()
+        raise RuntimeError("a bug in the connection")
+
+    async def scenario(world: World) -> None:
+        await begin(world)
+        with caplog.at_level(logging.ERROR):
+            monkeypatch.setattr(ServerConnection, "_read_preface", fail)
+            assert not (await world.fetch("block")).end.complete
+        assert (await world.fetch("block")).end.complete
+
+    run(kind, certificates, scenario)
+    assert "a bug in the connection" in caplog.text + capfd.readouterr().err
+
+
+def test_a_service_that_is_forgotten_is_not_dialed_any_more(kind: Kind, certificates: Certificates) -> None:
+    async def scenario(world: World) -> None:
+        await begin(world)
+        given_up = world.call("block")
+        world.network.forget(world.pool)
+        await given_up.done.wait()
+        world.connect_to()
+        assert (await world.fetch("block")).end.complete
+        assert sum(isinstance(event, Established) for event in world.serving.events) == 1
+
+    run(kind, certificates, scenario)
 
 
 def test_connections_beyond_the_limit_are_closed(kind: Kind, certificates: Certificates) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections import Counter
 from typing import TypeAlias
 
@@ -16,12 +17,15 @@ from kvsp_h2.events import (
     RequestReceived,
     ResponseReceived,
 )
+from kvsp_h2.frames import PREFACE
 from kvsp_h2.http2 import ClientConnection
+from kvsp_h2.limits import WireLimits
 from kvsp_sim.octets import End, Link
 from kvsp_sim.property import Violation
 from kvsp_sim.randomness import Randomness
 from kvsp_sim.simulate import Options, run_seed
-from kvsp_sim.streams import Streams
+from kvsp_sim.streams import NotingClient, Said, Streams
+from tests.adapters.h2.pair import block, frame, headers, settings
 from tests.adapters.sim.toy import REGISTER, Toy, run_with_faults
 from tests.hash_seeds import printed
 
@@ -136,6 +140,63 @@ def test_a_request_that_is_acted_on_twice_is_found() -> None:
         else:
             with pytest.raises(Violation, match="a_call_arrives_once"):
                 noted.check(RequestReceived(1, REQUEST, False), at_client=False)
+
+
+SAID = PREFACE + frame(4, 0, 0) + headers(1, b"", end=False) + frame(0, 0, 1, b"xy")
+
+
+def test_what_may_be_said_is_right() -> None:
+    said = Said(by_client=True)
+    for octets in (b"", SAID, frame(0, 1, 1) + frame(8, 0, 1, bytes(4)), frame(3, 0, 1, bytes(4))):
+        said.check(octets)
+    for number, code in enumerate((0, 7, 8, 11)):
+        said.check(frame(3, 0, 2 * number + 3, struct.pack(">L", code)))
+        said.check(frame(7, 0, 0, struct.pack(">LL", 1, code) + b"words"))
+
+
+@pytest.mark.parametrize(
+    ("octets", "name", "explanation"),
+    [
+        (frame(3, 0, 1, struct.pack(">L", 1)), "nobody_is_at_fault", "ends a stream with PROTOCOL_ERROR"),
+        (
+            frame(7, 0, 0, struct.pack(">LL", 1, 3)),
+            "nobody_is_at_fault",
+            "ends the connection with FLOW_CONTROL_ERROR",
+        ),
+        (frame(0, 1, 1) + frame(0, 1, 1), "what_is_ended_is_over", "more on stream 1: a frame of kind 0"),
+        (headers(3, b"") + headers(3, b""), "what_is_ended_is_over", "more on stream 3: a frame of kind 1"),
+        (
+            frame(3, 0, 1, bytes(4)) + frame(0, 0, 1, b"z"),
+            "what_is_ended_is_over",
+            "more on stream 1: a frame of kind 0",
+        ),
+        (
+            frame(3, 0, 1, bytes(4)) + frame(8, 0, 1, bytes(4)),
+            "what_is_ended_is_over",
+            "more on stream 1: a frame of kind 8",
+        ),
+    ],
+)
+def test_what_may_not_be_said_is_found(octets: bytes, name: str, explanation: str) -> None:
+    said = Said(by_client=True)
+    said.check(SAID)
+    with pytest.raises(Violation, match=f"{name}: the client .*{explanation}"):
+        said.check(octets)
+
+
+@pytest.mark.parametrize("of_stream", [True, False])
+def test_a_window_that_loses_octets_is_found(of_stream: bool) -> None:
+    client = NotingClient(REGISTER, 0, WireLimits())
+    client.streams = streams()
+    stream_id = client.request(Request(method="GET", path="value"))
+    client.receive_data(settings() + headers(stream_id, block((":status", "200")), end=False), 0)
+    client.receive_data(frame(0, 0, stream_id, b"12345"), 0)
+    if of_stream:
+        client._exchanges[stream_id].window -= 1
+    else:
+        client._window -= 1
+    with pytest.raises(Violation, match=r"windows_lose_nothing: .* lost 1 octets"):
+        client.receive_data(frame(0, 0, stream_id, b"6"), 0)
 
 
 # Its faults
