@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import socket
+import ssl
+from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -21,7 +24,9 @@ from kvsp_h2 import (
     ServerConnection,
     WireLimits,
 )
+from kvsp_h2.frames import PREFACE
 from tests.adapters.certificates import CLIENT_URI, Certificates
+from tests.adapters.h2.pair import headers, request_block, settings
 from tests.adapters.pumps.worlds import KINDS, Kind, Scenario, World, play
 
 
@@ -317,6 +322,48 @@ def test_a_service_that_is_forgotten_is_not_dialed_any_more(kind: Kind, certific
         assert sum(isinstance(event, Established) for event in world.serving.events) == 1
 
     run(kind, certificates, scenario)
+
+
+@pytest.mark.parametrize("path", ["hold", "half", "block"])
+@pytest.mark.parametrize("farewell", [True, False], ids=["close-notify", "none"])
+def test_a_client_that_ends_what_it_sends_is_let_go(
+    kind: Kind, certificates: Certificates, caplog: pytest.LogCaptureFixture, path: str, farewell: bool
+) -> None:
+    """Whether it takes leave as TLS has it or not, and whether it reads or not."""
+    if kind.in_memory:
+        pytest.skip("it is about sockets")
+
+    def leave(port: int, context: ssl.SSLContext) -> None:
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as raw:
+            client = context.wrap_socket(raw, server_hostname="localhost", suppress_ragged_eofs=True)
+            head = request_block(path=f"/kvsp/{path}")
+            client.sendall(PREFACE + settings((4, 2**31 - 1)) + headers(1, head))
+            client.recv(1)
+            if farewell:
+                with suppress(OSError):  # an answer may be under way instead of the other farewell
+                    client.unwrap()
+            else:
+                client.shutdown(socket.SHUT_WR)
+                with suppress(OSError):
+                    while client.recv(1 << 16):
+                        pass
+            client.close()
+
+    async def scenario(world: World) -> None:
+        await world.listen(limits=WireLimits(close_ms=200))
+        context = ssl.create_default_context(cafile=str(certificates.authority.certificate))
+        context.set_alpn_protocols(["h2"])
+        context.load_cert_chain(certificates.client.certificate, certificates.client.key)
+        with anyio.fail_after(20):
+            await anyio.to_thread.run_sync(leave, world.listener.port, context)
+        await wait_until(lambda: not world.listener.links)
+        assert isinstance(world.serving.events[-1], ConnectionEnded)
+        told = [event for event in world.serving.events if isinstance(event, RequestReceived | ExchangeEnded)]
+        assert len(told) % 2 == 0, "what began has ended"
+
+    with caplog.at_level(logging.WARNING):
+        run(kind, certificates, scenario)
+    assert caplog.text == ""
 
 
 def test_connections_beyond_the_limit_are_closed(kind: Kind, certificates: Certificates) -> None:
