@@ -141,10 +141,10 @@ def map_weights(directory: Path) -> dict[str, npt.NDArray[np.float32]]:
 
 def _map_file(file: Path) -> dict[str, npt.NDArray[Any]]:
     """Map one safetensors file: 8 octets of header length, a JSON header, then the tensors."""
-    with file.open("rb") as handle:
-        mapped = mmap.mmap(handle.fileno(), 0, prot=mmap.PROT_READ)
-    start = 8 + int.from_bytes(mapped[:8], "little")
     try:
+        with file.open("rb") as handle:
+            mapped = mmap.mmap(handle.fileno(), 0, prot=mmap.PROT_READ)
+        start = 8 + int.from_bytes(mapped[:8], "little")
         header = json.loads(mapped[8:start])
         header.pop("__metadata__", None)
         return {

@@ -24,6 +24,7 @@ __all__ = ["ALPN", "Credentials", "CredentialsError", "Peer", "TLSConnection", "
 
 ALPN: Final = "h2"
 
+_UNREADABLE: Final = "this user may not read it"
 _REASONS: Final = {
     "CERTIFICATE_VERIFY_FAILED": "its certificate is not accepted",
     "PEER_DID_NOT_RETURN_A_CERTIFICATE": "it has no certificate",
@@ -142,11 +143,14 @@ class Credentials:
         try:
             context.load_verify_locations(authorities)
         except (ssl.SSLError, OSError) as error:
-            raise CredentialsError(f"{authorities}: not certificates in PEM form") from error
+            why = "not certificates in PEM form" if not isinstance(error, PermissionError) else _UNREADABLE
+            raise CredentialsError(f"{authorities}: {why}") from error
         try:
             context.load_cert_chain(certificate, key)
         except (ssl.SSLError, OSError) as error:
             why = "they do not belong together" if "MISMATCH" in str(error) else "not in PEM form"
+            if isinstance(error, PermissionError):
+                why = _UNREADABLE
             raise CredentialsError(f"{certificate} and {key}: {why}") from error
 
 

@@ -52,7 +52,7 @@ def read_toml(path: Path, kind: type[Document]) -> Document:
     except UnicodeDecodeError:
         raise DocumentError(f"{path}: not a TOML file: it is not UTF-8 text") from None
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise DocumentError(f"{path}: {error}") from None
+        raise DocumentError(f"{path}: not TOML: {error}") from None
     _refuse_unknown(path, found, kind, "")
     _make_absolute(found, path.resolve().parent)
     try:

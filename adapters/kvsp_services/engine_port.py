@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from kvsp_core.errors import KVSPError
+from kvsp_core.identity import CompatibilityDescriptor
 from kvsp_core.roles.engine import EngineCommand, EngineEvent, Pause, Proceed, SequenceEnded, StartSequence
 
 if TYPE_CHECKING:
     from kvsp_engines.engine import Engine, LayerOctets
     from kvsp_services.driver import Driver
 
-__all__ = ["ThreadedEngine", "numpy_engine", "pinned_numerics"]
+__all__ = ["MakeEngine", "ThreadedEngine", "numpy_engine", "pinned_numerics"]
 
 _BLAS_THREADS: Final = 1
 """Several instances share a machine; more threads each would only get in each other's way."""
@@ -87,8 +88,11 @@ class ThreadedEngine:
             self.driver.engine_broken(error)
 
 
-def numpy_engine(model_dir: Path, *, kv_dtype: str, block_tokens: int) -> ThreadedEngine:
-    """Return the numpy engine on a model's directory, running."""
+MakeEngine: TypeAlias = "Callable[[CompatibilityDescriptor], Engine]"
+
+
+def numpy_engine(model_dir: Path, model: CompatibilityDescriptor) -> Engine:
+    """Return the numpy engine on a model's directory."""
     from kvsp_engines.engine import NumpyEngine
 
-    return ThreadedEngine(NumpyEngine(model_dir, kv_dtype=kv_dtype, block_tokens=block_tokens), block_tokens)
+    return NumpyEngine(model_dir, kv_dtype=model.kv_dtype, block_tokens=model.block_tokens)

@@ -29,6 +29,7 @@ from kvsp_h2 import Credentials
 from kvsp_services.assembly import read_descriptors, read_scopes, read_storage_key, set_limits
 from kvsp_services.buffers import BufferPool
 from kvsp_services.config import Config, LoopName, with_limits_of
+from kvsp_services.engine_port import MakeEngine
 from kvsp_services.logs import set_level
 from kvsp_services.loops import open_loop
 from kvsp_services.metrics import Metrics
@@ -54,9 +55,16 @@ class Process:
     """The roles of a configuration on a loop and its network."""
 
     def __init__(
-        self, config: Config, loop: Loop, network: Any, metrics: Metrics, reread: Callable[[], Config]
+        self,
+        config: Config,
+        loop: Loop,
+        network: Any,
+        metrics: Metrics,
+        reread: Callable[[], Config],
+        make_engine: MakeEngine | None = None,
     ) -> None:
         self.config = config
+        self.make_engine = make_engine
         self._reread = reread
         self.loop = loop
         self.network = network
@@ -201,14 +209,17 @@ class Process:
 
 @asynccontextmanager
 async def running(
-    config: Config, metrics: Metrics, reread: Callable[[], Config] | None = None
+    config: Config,
+    metrics: Metrics,
+    reread: Callable[[], Config] | None = None,
+    make_engine: MakeEngine | None = None,
 ) -> AsyncIterator[tuple[Process, Any]]:
     """Have a process, not started yet, on the running loop, with a group for its tasks; close it then.
 
     `reread` returns the configuration as it is in its file now.
     """
     async with open_loop() as (loop, network, tasks):
-        process = Process(config, loop, network, metrics, reread or (lambda: config))
+        process = Process(config, loop, network, metrics, reread or (lambda: config), make_engine)
         try:
             yield process, tasks
         finally:
@@ -216,11 +227,14 @@ async def running(
 
 
 async def _serve(
-    config: Config, reread: Callable[[], Config] | None, started: Callable[[], None]
+    config: Config,
+    reread: Callable[[], Config] | None,
+    started: Callable[[], None],
+    make_engine: MakeEngine | None,
 ) -> str | None:
     metrics = Metrics()
     log = structlog.get_logger()
-    async with running(config, metrics, reread) as (process, tasks):
+    async with running(config, metrics, reread, make_engine) as (process, tasks):
         monitoring = None
         if config.monitoring.enabled:
             monitoring = MonitoringServer(
@@ -255,24 +269,34 @@ def serve(
     started: Callable[[], None] = lambda: None,
     *,
     reread: Callable[[], Config] | None = None,
+    make_engine: MakeEngine | None = None,
 ) -> str | None:
     """Run the roles of a configuration until a signal; return why it gave up, or None.
 
     `started` is called once every role listens. `reread` returns the configuration as it is in its file now,
-    for SIGHUP; without it only policy and certificates are read again.
+    for SIGHUP; without it only policy and certificates are read again. `make_engine` is given the descriptor
+    of an instance's model and returns its engine, in place of the numpy engine; it is called again where the
+    role is rebuilt.
     """
     chosen = loop or config.loop
     backend = "trio" if chosen == "trio" else "asyncio"
     options = {"use_uvloop": True} if chosen == "uvloop" else {}
     try:
-        return anyio.run(partial(_serve, config, reread, started), backend=backend, backend_options=options)
+        run = partial(_serve, config, reread, started, make_engine)
+        return anyio.run(run, backend=backend, backend_options=options)
     except BaseExceptionGroup as group:
         raise _first_of(group) from None
 
 
 def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return what went wrong where that is one error of ours, else all of it."""
-    known, other = group.split(KVSPError)
+    """Return what went wrong where that is an error that is said in a line, or an interrupt; else all."""
+    known, other = group.split(_is_said_in_a_line)
     while isinstance(known, BaseExceptionGroup):
         known = known.exceptions[0]  # type: ignore[assignment]
     return group if other is not None or known is None else known
+
+
+def _is_said_in_a_line(error: BaseException) -> bool:
+    """Tell whether it is an error of ours, or that of a file: its name and what is wrong with it say all."""
+    of_a_file = isinstance(error, OSError) and error.filename is not None
+    return of_a_file or isinstance(error, KVSPError | KeyboardInterrupt)

@@ -22,6 +22,7 @@ from kvsp_services.logs import REQUEST_ID
 
 __all__ = ["OVERLOADED", "RequestLog", "new_traceparent", "request_id_of"]
 
+NOT_ALLOWED: Final = 403
 OVERLOADED: Final = 503
 """The status of what is refused for now, of which there is most when there is too much of everything."""
 QUIET_MS: Final = 10_000
@@ -46,9 +47,10 @@ class RequestLog:
     """Logs the requests and calls of one role.
 
     With `everything`, all of them at level debug; at any level, as warnings, requests that the role could not
-    answer and calls that nobody did. Of those there is no bound while a peer is away or overloaded, so of one
-    operation with one peer the first is a warning, and then one in 10 s, which says how many were left out.
-    What is refused for overload is counted (see the metrics), not logged: it would make the load worse.
+    answer and calls that nobody did or that a policy refused. Of those there is no bound while a peer is away
+    or overloaded, so of one operation with one peer the first is a warning, and then one in 10 s, which says
+    how many were left out. What is refused for overload is counted (see the metrics), not logged: it would
+    make the load worse.
     """
 
     def __init__(self, role: str, *, everything: bool) -> None:
@@ -79,6 +81,8 @@ class RequestLog:
     ) -> None:
         """Take note of a call that has ended; `failure` says why no whole answer came. With neither status
         nor failure it was given up."""
+        if status == NOT_ALLOWED and failure is None:
+            failure = "the policy of that role does not allow it"
         failed = failure is not None or (status is not None and status >= 500 and status != OVERLOADED)
         if not failed and not self.everything:
             return

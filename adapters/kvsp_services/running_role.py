@@ -135,7 +135,7 @@ class RunningRole:
         """Make the role from its store, and drive it."""
         process = self._process
         stored: dict[str, dict[str, bytes]] = {}
-        if process.storage_key is not None:
+        if isinstance(self.section, ControllerSection) and process.storage_key is not None:
             path = Path(process.config.data_dir) / f"{self.name}.sqlite"
             with _named(self.name):
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -200,9 +200,8 @@ class RunningRole:
         if self._engine is not None:
             self._engine.driver = None
             self._engine.stop()
-        self._engine = numpy_engine(
-            Path(section.model_dir), kv_dtype=self.model.kv_dtype, block_tokens=self.model.block_tokens
-        )
+        make = self._process.make_engine or partial(numpy_engine, Path(section.model_dir))
+        self._engine = ThreadedEngine(make(self.model), self.model.block_tokens)
 
     async def serve_api(self) -> None:
         """Serve the API of a front end until the process stops."""
@@ -222,12 +221,17 @@ class RunningRole:
             context_tokens=shape.context,
             vocabulary=shape.vocabulary,
         )
+
+        def listening() -> None:
+            self._api_listens()
+            self._log.info("API listening", host=section.api_host, port=section.api_port)
+
         await serve_api(
             app,
             host=section.api_host,
             port=section.api_port,
             on_trio=isinstance(process.loop, TrioLoop),
-            listening=self._api_listens,
+            listening=listening,
             stopping=process.stopping.wait,
         )
 

@@ -158,6 +158,10 @@ class _Stage(Enum):
     """The client has its end; the controller is told so."""
 
 
+_NO_INSTANCE: Final = "no instance takes the request"
+_NO_ANSWER: Final = "the controller does not answer"
+
+
 @attrs.define(repr=False)
 class _Generation:
     asked: Generate
@@ -178,6 +182,8 @@ class _Generation:
     """When that was."""
     avoid: tuple[str, ...] = ()
     """Instances that have failed on it before there was a token, or had no room for it."""
+    unplaced: str = _NO_INSTANCE
+    """Why the last attempt to place it led nowhere."""
     cached_tokens: int | None = 0
     """What the placement found in caches; None once the program was told."""
     session: str = ""
@@ -528,6 +534,7 @@ class FrontEnd:
                 number, generation, 502, f"the controller refused: {problem.detail or problem.type.title}"
             )
             return
+        generation.unplaced = _NO_INSTANCE
         self._led_nowhere(number, generation, now_ms)
         again_ms = self._retries.of(number)
         if retry_after_s is not None and again_ms is not None:
@@ -572,6 +579,7 @@ class FrontEnd:
         generation.output, generation.failed_at, generation.prompt_wanted = out.OutputAssembly(), None, True
         if generation.unplaced_since_ms is None:
             generation.unplaced_since_ms = now_ms
+        generation.unplaced = _NO_INSTANCE
         self._led_nowhere(number, generation, now_ms)
 
     def _call_failed(self, call_id: int, now_ms: int) -> None:
@@ -581,6 +589,7 @@ class FrontEnd:
         if generation.stage is _Stage.STREAMING:
             self._cut(number, generation, now_ms)
         else:
+            generation.unplaced = _NO_ANSWER
             self._led_nowhere(number, generation, now_ms)
 
     def _cut(self, number: int, generation: _Generation, now_ms: int) -> None:
@@ -603,7 +612,7 @@ class FrontEnd:
             assert generation.unplaced_since_ms is not None
             unplaced_for_ms = now_ms - generation.unplaced_since_ms
             if unplaced_for_ms >= self._placement_ms or now_ms - generation.began_ms >= self._patience_ms:
-                self._fail(number, generation, 503, "no instance takes the request")
+                self._fail(number, generation, 503, generation.unplaced)
                 return
         elif now_ms - generation.since_ms >= self._patience_ms:
             self._fail(number, generation, 504, "nobody goes on with the output")

@@ -3,8 +3,9 @@
 The blocks of a page run in the order of the page, in one empty directory. ``python`` blocks share their
 names. Of a ``console`` block each line after ``$ `` is a command, which lines after ``> `` or a trailing
 backslash continue; what stands under it is its output, compared where there is any, with ``...`` for what
-varies. A block under the comment ``<!-- not run: REASON -->`` is left alone, one under ``<!-- needs:
-PROGRAM -->`` where that is not installed.
+varies. A ``sh`` block is one script, to be copied whole, that ends at the first failure; a ``text`` block
+right under it is its output. A block under the comment ``<!-- not run: REASON -->`` is left alone, one under
+``<!-- needs: PROGRAM -->`` where that is not installed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(
     r"^(?:<!-- (?P<why>not run|needs): (?P<what>[^\n]+) -->\n\n?)?"
-    r"```(?P<language>python|console)\n(?P<text>.*?)^```$",
+    r"```(?P<language>python|console|sh)\n(?P<text>.*?)^```$"
+    r"(?:\n\n```text\n(?P<output>.*?)^```$)?",
     re.MULTILINE | re.DOTALL,
 )
 
@@ -37,6 +39,7 @@ class Block(NamedTuple):
     language: str
     line: int
     text: str
+    output: str = ""
 
 
 class Command(NamedTuple):
@@ -48,7 +51,8 @@ def blocks_of(page: str) -> Iterator[Block]:
     for match in BLOCK.finditer(page):
         left_out = match["why"] == "not run" or (match["why"] == "needs" and not shutil.which(match["what"]))
         if not left_out:
-            yield Block(match["language"], page.count("\n", 0, match.start("text")), match["text"])
+            line = page.count("\n", 0, match.start("text"))
+            yield Block(match["language"], line, match["text"], match["output"] or "")
 
 
 def on_free_ports(blocks: list[Block]) -> list[Block]:
@@ -60,7 +64,7 @@ def on_free_ports(blocks: list[Block]) -> list[Block]:
     def moved(text: str) -> str:
         return re.sub(r"\b\d{4,5}\b", lambda found: ports.get(found[0], found[0]), text)
 
-    return [block._replace(text=moved(block.text)) for block in blocks]
+    return [block._replace(text=moved(block.text), output=moved(block.output)) for block in blocks]
 
 
 def commands_of(text: str) -> Iterator[Command]:
@@ -85,9 +89,11 @@ def run_python(block: Block, page: Path, names: dict[str, Any]) -> None:
 def run_console(
     block: Block, page: Path, directory: Path, environment: dict[str, str], limit_s: float = 120
 ) -> None:
-    for command in commands_of(block.text):
+    script = block.language == "sh"
+    commands = [Command(block.text, block.output.strip())] if script else commands_of(block.text)
+    for command in commands:
         with subprocess.Popen(
-            ["bash", "-c", command.text],
+            ["bash", *(["-e"] if script else []), "-c", command.text],
             cwd=directory,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -101,7 +107,7 @@ def run_console(
         where = f"{page.name}:{block.line + 1}: $ {command.text}"
         if command.output:
             assert output_matches(command.output, output), f"{where}\nprinted\n{output}"
-        else:
+        if script or not command.output:
             assert process.returncode == 0, f"{where}\nfailed with {process.returncode}\n{output}"
 
 
@@ -162,6 +168,15 @@ def test_commands_and_outputs_are_told_apart() -> None:
         Command("here <<END\na\n b\nEND", ""),
         Command("three", "3\n33"),
     ]
+
+
+def test_a_script_has_its_output_under_it(tmp_path: Path) -> None:
+    page = "```sh\necho 1\n```\n\n```text\n1\n```\n\n```sh\nfalse\ntrue\n```\n\nand\n\n```text\n2\n```\n"
+    first, second = blocks_of(page)
+    assert (first, second.output) == (Block("sh", 1, "echo 1\n", "1\n"), "")
+    run_console(first, ROOT / "page.md", tmp_path, dict(os.environ))
+    with pytest.raises(AssertionError, match="failed with 1"):
+        run_console(second, ROOT / "page.md", tmp_path, dict(os.environ))
 
 
 def test_ports_are_replaced_everywhere_alike_and_other_numbers_are_not() -> None:

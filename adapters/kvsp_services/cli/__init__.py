@@ -15,6 +15,13 @@ __all__ = ["main"]
 
 def main() -> None:
     """Run ``kvsp`` with the arguments of the process."""
+    try:
+        _main()
+    except KeyboardInterrupt:  # while modules are still imported
+        sys.exit(130)
+
+
+def _main() -> None:
     if sys.argv[1:2] in (["serve"], ["demo"]):  # before anything imports numpy
         from kvsp_services.engine_port import pinned_numerics
 

@@ -87,9 +87,12 @@ def kvsp() -> None:
     """
 
 
+_IN_THE_POLICY: Final = "the policy of that role has to name the URI of your certificate, in"
 _ADVICE: Final = {
     ": the service cannot be reached": "; is it running, and is this its base URI?",
     "there is no such resource below this base URI": "; is it the base URI of another role?",
+    "403 the client has no role that may make this request": f"; {_IN_THE_POLICY} [principals]",
+    "403 the client has no such permission in this scope": f"; {_IN_THE_POLICY} the scope's table",
 }
 """What to do about an error, by how it ends."""
 _CANNOT_BE_OPENED: Final = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)

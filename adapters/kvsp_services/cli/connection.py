@@ -11,6 +11,7 @@ import attrs
 import click
 
 from kvsp_core.bodies import encode
+from kvsp_core.errors import KVSPError
 from kvsp_h2 import Credentials
 from kvsp_services.cli.options import FILE
 
@@ -25,11 +26,9 @@ def with_credentials(command: F) -> F:
     def called(
         *, certificate: Path, private_key: Path | None, authorities: Path | None, **others: Any
     ) -> Any:
-        beside = authorities or certificate.with_name("ca.pem")
-        return command(
-            credentials=Credentials(certificate, private_key or certificate.with_suffix(".key"), beside),
-            **others,
-        )
+        key = _given_or_beside("--private-key", private_key, certificate.with_suffix(".key"))
+        trusted = _given_or_beside("--authorities", authorities, certificate.with_name("ca.pem"))
+        return command(credentials=Credentials(certificate, key, trusted), **others)
 
     options = (
         click.option(
@@ -59,6 +58,13 @@ def with_credentials(command: F) -> F:
         called = option(called)
     called.__name__, called.__doc__ = command.__name__, command.__doc__
     return called  # type: ignore[return-value]
+
+
+def _given_or_beside(option: str, given: Path | None, beside: Path) -> Path:
+    """Return the file of an option, by default the one beside the certificate."""
+    if given is None and not beside.is_file():
+        raise KVSPError(f"{beside}: there is no such file beside the certificate; name yours with {option}")
+    return given or beside
 
 
 as_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")

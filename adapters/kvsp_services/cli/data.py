@@ -11,7 +11,6 @@ from typing import BinaryIO
 import click
 
 from kvsp_client.files import read_scope
-from kvsp_core.block_keys import block_keys
 from kvsp_core.errors import LocalProtocolError, RemoteProtocolError
 from kvsp_core.index_parts import IndexParts
 from kvsp_core.messages import LeaseGranted, LeaseRequest, LookupAnswer, LookupRequest, MatchedBlock
@@ -28,7 +27,7 @@ from kvsp_services.cli.options import (
     scope_key_option,
 )
 from kvsp_services.cli.progress import progress_bar
-from kvsp_services.cli.values import read_descriptor, read_tokens
+from kvsp_services.cli.values import read_descriptor, read_keys
 
 __all__ = ["get", "lease", "lookup", "put"]
 
@@ -56,7 +55,7 @@ def lookup(
 ) -> None:
     """Show which blocks of a prompt are held, and where; exit 1 where none is."""
     model, scope = read_descriptor(descriptor), read_scope(scope_key_file)
-    keys, _ = block_keys(scope, model, read_tokens(tokens))
+    keys, _ = read_keys(scope, model, tokens)
     if not keys:
         raise LocalProtocolError(f"fewer tokens than a block has ({model.block_tokens}): nothing to look up")
     request = LookupRequest(

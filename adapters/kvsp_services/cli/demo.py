@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import tempfile
 import time
@@ -45,6 +47,7 @@ def demo(fast: bool, model_dir: Path | None, loop: str, report_file: Path, keep:
     Index, controller, cache server, three instances and a front end, over mutual TLS. Exits with 0 only if
     every check held.
     """
+    _check_writable(report_file)
     for number in (signal.SIGTERM, signal.SIGHUP):  # its processes are stopped as at Ctrl-C
         signal.signal(number, signal.default_int_handler)
     directory = Path(tempfile.mkdtemp(prefix="kvsp-demo-"))
@@ -59,6 +62,15 @@ def demo(fast: bool, model_dir: Path | None, loop: str, report_file: Path, keep:
             import shutil
 
             shutil.rmtree(directory, ignore_errors=True)
+
+
+def _check_writable(file: Path) -> None:
+    """Refuse a file that could not be written: minutes later it would be too late."""
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    there = file.parent.is_dir()
+    if not there or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise click.UsageError(f"{file}: it cannot be written; name another file with --report")
 
 
 def _model(directory: Path, fast: bool) -> Path:
@@ -105,7 +117,6 @@ def _run(directory: Path, model_dir: Path, fast: bool, loop: str, report_file: P
         finally:
             watcher.stop()
     title = f"KVSP on {model_dir.name}"
-    report_file.parent.mkdir(parents=True, exist_ok=True)
     report_file.write_text(report(title, steps, watcher.samples, watcher.marks))
     checks = [check for step in steps for check in step.checks]
     held = sum(check.held for check in checks)

@@ -12,7 +12,6 @@ from typing import BinaryIO
 import click
 
 from kvsp_client.files import read_scope
-from kvsp_core.block_keys import block_keys
 from kvsp_core.bodies import decode, encode
 from kvsp_core.errors import KVSPError
 from kvsp_core.ext_messages import (
@@ -48,7 +47,7 @@ from kvsp_services.cli.options import (
     holder_option,
     index_option,
 )
-from kvsp_services.cli.values import read_descriptor, read_tokens
+from kvsp_services.cli.values import read_descriptor, read_keys
 
 __all__ = ["drain", "index", "leases", "reshard", "sessions", "status", "wake"]
 
@@ -216,8 +215,8 @@ def reshard(
 def _split_request(
     descriptor: BinaryIO, scope_key_file: Path, tokens: BinaryIO, instances: tuple[str, ...]
 ) -> SplitRequest:
-    model, scope, context = read_descriptor(descriptor), read_scope(scope_key_file), read_tokens(tokens)
-    keys, _ = block_keys(scope, model, context)
+    model, scope = read_descriptor(descriptor), read_scope(scope_key_file)
+    keys, context = read_keys(scope, model, tokens)
     return SplitRequest(
         compat_id=model.compat_id,
         scope_id=scope.scope_id,

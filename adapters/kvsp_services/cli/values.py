@@ -16,11 +16,11 @@ from kvsp_client.scopes import salted_scope
 from kvsp_core.block_keys import block_keys
 from kvsp_core.container import decode_container, replica_digest
 from kvsp_core.errors import KVSPError, LocalProtocolError
-from kvsp_core.identity import CompatibilityDescriptor
+from kvsp_core.identity import CompatibilityDescriptor, Scope
 from kvsp_core.registries import INITIAL_REGISTRIES
 from kvsp_services.cli.options import descriptor_option, scope_key_option
 
-__all__ = ["compat", "inspect", "keys", "read_descriptor", "read_tokens", "scope"]
+__all__ = ["compat", "inspect", "keys", "read_descriptor", "read_keys", "scope"]
 
 _DOCUMENT = click.File("rb")
 
@@ -33,8 +33,18 @@ def read_descriptor(file: BinaryIO) -> CompatibilityDescriptor:
         raise LocalProtocolError(f"{file.name}: {error}") from None
 
 
-def read_tokens(file: BinaryIO) -> list[int]:
-    """Return the tokens in a file; an error names the file."""
+def read_keys(
+    scope: Scope, descriptor: CompatibilityDescriptor, file: BinaryIO
+) -> tuple[list[bytes], list[int]]:
+    """Return the block keys of the tokens in a file, and these; an error names the file."""
+    tokens = _read_tokens(file)
+    try:
+        return block_keys(scope, descriptor, tokens)[0], tokens
+    except LocalProtocolError as error:
+        raise LocalProtocolError(f"{file.name}: {error}") from None
+
+
+def _read_tokens(file: BinaryIO) -> list[int]:
     try:
         tokens = json.load(file)
     except (ValueError, RecursionError) as error:
@@ -92,7 +102,7 @@ def scope(scope_key_file: Path, salt: str | None) -> None:
 def keys(descriptor: BinaryIO, scope_key_file: Path, tokens: BinaryIO) -> None:
     """Print the block keys of a sequence of tokens, one a line; incomplete last blocks have none."""
     members = read_descriptor(descriptor)
-    found, _ = block_keys(read_scope(scope_key_file), members, read_tokens(tokens))
+    found, _ = read_keys(read_scope(scope_key_file), members, tokens)
     click.echo("".join(f"{key.hex()}\n" for key in found), nl=False)
 
 

@@ -20,7 +20,7 @@ from kvsp_engines.llama import (
     numerics_fingerprint,
 )
 from kvsp_engines.prepare import prepare_tiny
-from kvsp_engines.weights import LlamaConfig, ModelError
+from kvsp_engines.weights import LlamaConfig, ModelError, map_weights
 
 TOKENS = 150
 
@@ -183,3 +183,9 @@ def test_the_base_is_the_one_that_the_descriptor_states() -> None:
 
 def test_the_fingerprint_names_the_arithmetic() -> None:
     assert f"numpy-{np.__version__}" in numerics_fingerprint()
+
+
+def test_weights_that_are_empty_are_no_weights(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ModelError, match="is not a safetensors file"):
+        map_weights(tmp_path)

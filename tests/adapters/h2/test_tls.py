@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import ssl
 from pathlib import Path
 from shutil import copyfile
@@ -272,6 +273,19 @@ def test_files_that_are_missing_are_named(certificates: Certificates, missing: i
     paths[missing] = Path("/nowhere/x.pem")
     with pytest.raises(CredentialsError, match=r"/nowhere/x\.pem: there is no such file"):
         Credentials(*paths)
+
+
+@pytest.mark.parametrize("method", ["load_cert_chain", "load_verify_locations"])
+def test_files_that_may_not_be_read_are_said_to_be_so(
+    certificates: Certificates, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(ssl.SSLContext, method, refuse)
+    mine = certificates.server
+    with pytest.raises(CredentialsError, match="this user may not read it"):
+        Credentials(mine.certificate, mine.key, certificates.authority.certificate)
 
 
 # Peers that speak something else

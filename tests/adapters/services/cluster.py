@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -19,6 +19,7 @@ __all__ = ["OPERATOR", "Cluster", "free_ports", "until"]
 
 TIMEOUT_S = 120
 """For whatever should come soon: the machine may be busy."""
+SERVE = (sys.executable, "-m", "kvsp_services.demo.member", "serve")
 OPERATOR = "spiffe://example/operator"
 
 
@@ -68,9 +69,9 @@ class Cluster:
         """The operator's certificate."""
         return str(self.directory / "operator.pem")
 
-    def start(self, *options: str) -> None:
+    def start(self, *options: str, program: Sequence[str] = SERVE) -> None:
         """Start the process, and wait until it is ready."""
-        command = [sys.executable, "-m", "kvsp_services.demo.member", "serve", str(self.config), *options]
+        command = [*program, str(self.config), *options]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         with (
             (self.directory / "serve.log").open("ab") as log,

@@ -7,10 +7,11 @@ import json
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from kvsp_services.cli import app
+from kvsp_services.cli import app, main
 from kvsp_services.pki import init_ca, issue
 from tests.adapters.services.cluster import free_ports
 from tests.adapters.services.test_cli_values import DESCRIPTOR, HEADER
@@ -35,6 +36,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     issue(made, uri="spiffe://example/ops", name="ops")
     (made / "descriptor.json").write_text(json.dumps(DESCRIPTOR))
     (made / "tokens.json").write_text("[1, 2, 3, 4]")
+    (made / "mixed.json").write_text('[1, "2"]')
+    (made / "alone").mkdir()
+    for ending in (".pem", ".key"):
+        (made / "alone" / f"ops{ending}").write_bytes((made / f"ops{ending}").read_bytes())
     (made / "block").write_bytes(HEADER + bytes(4 * 8192))
     (made / "wrong").write_bytes(b"nonsense" * 20)
     (made / "empty").touch()
@@ -62,6 +67,7 @@ def asking(command: str, option: str, *arguments: str) -> list[tuple[list[str], 
         ([*call, option, NOBODY, "--certificate", "none.pem"], 2, "File 'none.pem' does not exist"),
         ([*call, option, NOBODY, "--certificate", "folder"], 2, "File 'folder' is a directory"),
         ([*call, option, NOBODY, "--certificate", "wrong"], 1, "wrong.key: there is no such file"),
+        ([*call, option, NOBODY, "--certificate", "alone/ops.pem"], 1, "name yours with --authorities"),
         ([*call, option, NOBODY, *WHO, "--private-key", "ca.key"], 1, "they do not belong together"),
         ([*call, option, NOBODY, *WHO, "--authorities", "wrong"], 1, "wrong"),
         ([*call, option, NOBODY, *WHO], 1, UNREACHED),
@@ -129,6 +135,7 @@ CASES: list[tuple[list[str], int, str]] = [
     (["scope", "--scope-key-file", "short.key"], 1, "short.key"),
     (["keys", *SCOPE, "--tokens", "none"], 2, MISSING),
     (["keys", *SCOPE, "--tokens", "wrong"], 1, "wrong: this is no JSON array"),
+    (["keys", *SCOPE, "--tokens", "mixed.json"], 1, "mixed.json: tokens[1]: expected an integer, found str"),
     (["keys", "--descriptor", "wrong", "--scope-key-file", "tenant.key", *TOKENS], 1, "wrong: not JSON"),
     (["inspect", "none"], 2, MISSING),
     (["inspect", "folder"], 2, FOLDER),
@@ -163,7 +170,7 @@ CASES: list[tuple[list[str], int, str]] = [
     (["pki", "issue", ".", "--uri", NOBODY, "--days", "9999999"], 2, "Invalid value for '--days'"),
     (["serve", "none"], 2, "does not exist"),
     (["serve", "folder"], 2, "is a directory"),
-    (["serve", "wrong"], 1, "wrong: "),
+    (["serve", "wrong"], 1, "wrong: not TOML: "),
     (["serve", "wrong", "--loop", "curio"], 2, "Invalid value for '--loop'"),
     (["model"], 2, "Usage: kvsp model"),
     (["model", "prepare", "wrong"], 2, "is a file"),
@@ -172,6 +179,7 @@ CASES: list[tuple[list[str], int, str]] = [
     (["demo", "--model", "none"], 2, "does not exist"),
     (["demo", "--model", "folder"], 1, "folder has no config.json"),
     (["demo", "--report", "folder"], 2, "is a directory"),
+    (["demo", "--report", "wrong/report.html"], 2, "wrong/report.html: it cannot be written"),
     (["simulate", "--seed", "x"], 2, "Invalid value for '--seed'"),
     (["simulate", "--seeds", "9-1"], 2, "such as 0-199"),
     (["explore"], 2, "Missing argument 'CONFIGURATION'"),
@@ -243,3 +251,15 @@ def test_what_is_missing_is_said_by_the_proofs_too(
             main(arguments)
         assert ended.value.code == status
     assert "httpx is missing; in a checkout run: pip install '.[test]'" in capsys.readouterr().err
+
+
+def test_an_interrupt_while_modules_are_imported_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(ModuleType):
+        def __getattr__(self, name: str) -> object:
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, app.__name__, Interrupted(app.__name__))
+    monkeypatch.setattr(sys, "argv", ["kvsp"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130

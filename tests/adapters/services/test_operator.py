@@ -16,6 +16,10 @@ from kvsp_services.pki import init_ca, issue
 from tests.adapters.services.cluster import OPERATOR, Cluster, free_ports
 
 SCOPE = "6d1c6481cd428737da312c089db3832a"
+NO_ROLE = (
+    "403 the client has no role that may make this request; the policy of that role has to name the URI of"
+    " your certificate, in [principals]"
+)
 POLICY = f"""
 [principals]
 "{OPERATOR}" = ["operator"]
@@ -80,8 +84,8 @@ def test_nothing_of_a_table_is_cut_off_where_it_is_narrow() -> None:
             "operator",
             "404 there is no such resource below this base URI; is it the base URI of",
         ),
-        ("sessions", "controller", "nobody", "403 the client has no role that may make this request"),
-        ("index", "index", "nobody", "403 the client has no role that may make this request"),
+        ("sessions", "controller", "nobody", NO_ROLE),
+        ("index", "index", "nobody", NO_ROLE),
         ("index", "index", "stranger", "the peer was refused: its certificate is not accepted"),
         ("drain", "controller", "operator", "404 no such instance reports here"),
         ("wake", "controller", "operator", "404 no such instance reports here"),

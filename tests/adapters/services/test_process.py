@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import json
 import os
 import signal
@@ -19,7 +20,9 @@ import httpx
 import pytest
 import structlog
 
+from kvsp_core.errors import KVSPError
 from kvsp_core.identity import component_id
+from kvsp_services import process as process_module
 from kvsp_services.certificate_watch import CertificateWatch
 from kvsp_services.pki import Validity, issue
 from kvsp_services.process import Process
@@ -215,7 +218,7 @@ def test_a_certificate_that_no_client_would_accept_is_not_served_with(deployment
     [
         (
             lambda d: (d / "data").write_text(""),
-            "[holder]: {d}/data: File exists; it has to be a directory",
+            "[controller]: {d}/data: File exists; it has to be a directory",
         ),
         (
             lambda d: (d / "blocks").write_text(""),
@@ -297,3 +300,30 @@ def test_a_process_that_was_hurried_does_not_say_that_it_is_safe(done: bool, sai
         anyio.run(process.drain)
         process.say_end()
     assert logs == [said]
+
+
+A_FILE_OF_OTHERS = PermissionError(errno.EACCES, "Permission denied", "storage.key")
+
+
+@pytest.mark.parametrize("loop", ["trio", "asyncio"])
+@pytest.mark.parametrize("error", [A_FILE_OF_OTHERS, KVSPError("wrong"), KeyboardInterrupt()], ids=repr)
+def test_what_is_said_in_a_line_leaves_the_groups_of_the_loop(
+    monkeypatch: pytest.MonkeyPatch, loop: str, error: BaseException
+) -> None:
+    with pytest.raises(type(error)) as raised:
+        fail_with(error, loop, monkeypatch)
+    assert raised.value is error
+
+
+def test_an_error_of_the_program_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BaseExceptionGroup):
+        fail_with(OSError(errno.EIO, "of no file"), "trio", monkeypatch)
+
+
+def fail_with(error: BaseException, loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def failing(*_: object) -> None:
+        async with anyio.create_task_group():
+            raise error
+
+    monkeypatch.setattr(process_module, "_serve", failing)
+    process_module.serve(SimpleNamespace(loop=loop))  # type: ignore[arg-type]

@@ -107,6 +107,18 @@ def test_calls_are_lines_with_the_id_of_the_request_that_they_are_made_for() -> 
     ]
 
 
+def test_a_call_that_a_policy_refuses_is_a_warning() -> None:
+    logged = Logged(everything=False)
+    for number, status in enumerate((403, 404, 403), 1):
+        logged.world.do(call(number, request=LOOKUP))
+        listener = logged.world.peers.calls[-1][2]
+        listener.response_received(Response(status=status))
+        listener.body_ended()
+    (line,) = logged.lines
+    assert (line["level"], line["status"], line["operation"]) == ("warning", 403, "Lookup")
+    assert line["failure"] == "the policy of that role does not allow it"
+
+
 def test_a_call_that_is_given_up_is_no_failure() -> None:
     logged = Logged(everything=False)
     logged.world.do(call(1, request=LOOKUP))

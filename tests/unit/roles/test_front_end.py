@@ -560,9 +560,19 @@ def test_a_placement_is_tried_for_a_while() -> None:
     assert client.says() == f"POST {PC}ext/placements"
     got: list[object] = []
     while not got:
-        got = client.fail() or client.wait()
+        got = client.refuse(UNAVAILABLE) or client.wait()
     assert got == [GenerationFailed(1, 503, "no instance takes the request")]
     assert client.front_end.next_deadline_ms() is None
+
+
+def test_a_controller_that_does_not_answer_is_said_to_be_what_is_wrong() -> None:
+    client = Client(placement_ms=5000)
+    client.generate()
+    assert client.refuse(UNAVAILABLE) == []
+    got: list[object] = []
+    while not got:
+        got = client.wait() or client.fail()
+    assert got == [GenerationFailed(1, 503, "the controller does not answer")]
 
 
 def test_a_placement_that_is_refused_for_good_fails_at_once() -> None:
