@@ -24,7 +24,7 @@ __all__ = ["ALPN", "Credentials", "CredentialsError", "Peer", "TLSConnection", "
 
 ALPN: Final = "h2"
 
-_UNREADABLE: Final = "this user may not read it"
+_UNREADABLE: Final = "not readable by this user"
 _REASONS: Final = {
     "CERTIFICATE_VERIFY_FAILED": "its certificate is not accepted",
     "PEER_DID_NOT_RETURN_A_CERTIFICATE": "it has no certificate",

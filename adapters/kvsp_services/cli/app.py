@@ -81,6 +81,8 @@ _SETTINGS: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 
 def kvsp() -> None:
     """Tools of the KV Cache Storage Protocol.
 
+    To begin: kvsp demo --fast shows a cluster at work; pki, model prepare and serve make one of your own.
+
     Exit status: 0 for yes. 1 for no: a role refuses or cannot be reached, what was asked for is not there,
     or a file does not hold what it should. 2 for a wrong call, of which nothing was done: an argument, option
     or variable is missing or malformed, or names a file that cannot be opened. 130 when interrupted.

@@ -284,7 +284,7 @@ def test_files_that_may_not_be_read_are_said_to_be_so(
 
     monkeypatch.setattr(ssl.SSLContext, method, refuse)
     mine = certificates.server
-    with pytest.raises(CredentialsError, match="this user may not read it"):
+    with pytest.raises(CredentialsError, match="not readable by this user"):
         Credentials(mine.certificate, mine.key, certificates.authority.certificate)
 
 
