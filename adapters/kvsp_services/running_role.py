@@ -222,9 +222,9 @@ class RunningRole:
             vocabulary=shape.vocabulary,
         )
 
-        def listening() -> None:
-            self._api_listens()
-            self._log.info("API listening", host=section.api_host, port=section.api_port)
+        def listening(port: int) -> None:
+            self._api_listens(port)
+            self._log.info("API listening", host=section.api_host, port=port)
 
         await serve_api(
             app,
