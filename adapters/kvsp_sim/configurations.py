@@ -61,6 +61,11 @@ def _maps(members: Sequence[str]) -> tuple[tuple[Shard, ...], ...]:
     return halves, moved
 
 
+def _crashing(crashes: str, names: Sequence[str]) -> str | None:
+    """Return which of a map's members crashes: the one that gains a range, or the one that loses it."""
+    return {"gains": names[-1], "loses": names[1 % len(names)]}.get(crashes)
+
+
 def _reshard(crashes: str, members: int) -> tuple[Sequence[ExploredNode], Properties]:
     properties = Properties(timed=False)
     witness = Witness(properties)
@@ -88,7 +93,7 @@ def _reshard(crashes: str, members: int) -> tuple[Sequence[ExploredNode], Proper
             name,
             partial(take_part, name),
             witness=witness,
-            can_crash=crashes == "member" and name == names[-1],
+            can_crash=name == _crashing(crashes, names),
             engine=lambda _: PlainEngine(),
         )
         for name in names
@@ -159,6 +164,7 @@ def _reshard_roles(crashes: str, members: int) -> tuple[Sequence[ExploredNode], 
             witness=witness,
             can_crash=crashes == "controller",
             begin=begin_resharding,
+            once=_ONCE,
             own_effects=RESHARD_EFFECTS,
         ),
     ]
@@ -167,12 +173,14 @@ def _reshard_roles(crashes: str, members: int) -> tuple[Sequence[ExploredNode], 
             name,
             partial(group.instance, name),
             witness=witness,
-            can_crash=crashes == "member" and name == group.members[-1],
+            can_crash=name == _crashing(crashes, group.members),
             tiers=(ROLES_TIER,),
             blocks=group.held(name),
             surviving=(ROLES_TIER,),
             engine=ShardEngine,
+            once=_ONCE,
             absent=frozenset({ABSENT}),
+            known=group.index,
         )
         for name in group.members
     ]
@@ -236,7 +244,13 @@ CONFIGURATIONS: Final[Mapping[str, Configuration]] = MappingProxyType(
             about="the machines of a group that reshards twice, the member that gains a range crashing",
             bounds=Bounds(crashes=1),
             members=3,
-            build=partial(_reshard, "member"),
+            build=partial(_reshard, "gains"),
+        ),
+        "reshard-loser": Configuration(
+            about="the machines of a group that reshards twice, the member that loses a range crashing",
+            bounds=Bounds(crashes=1, switches=0),
+            members=3,
+            build=partial(_reshard, "loses"),
         ),
         "reshard-roles": Configuration(
             about="the roles of a group that reshards twice",
@@ -255,7 +269,13 @@ CONFIGURATIONS: Final[Mapping[str, Configuration]] = MappingProxyType(
             about="the roles of a group that reshards twice, the member that gains a range crashing",
             bounds=Bounds(crashes=1, switches=0),
             members=3,
-            build=partial(_reshard_roles, "member"),
+            build=partial(_reshard_roles, "gains"),
+        ),
+        "reshard-roles-loser": Configuration(
+            about="the roles of a group that reshards twice, the member that loses a range crashing",
+            bounds=Bounds(crashes=1, switches=0),
+            members=3,
+            build=partial(_reshard_roles, "loses"),
         ),
         "session": Configuration(
             about="a session whose instances crash",

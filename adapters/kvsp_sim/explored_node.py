@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Container, Hashable, Mapping
+from itertools import count
 from types import MappingProxyType
 from typing import ClassVar, Final, Protocol, TypeAlias
 
 import attrs
 
-from kvsp_core.heads import Response
+from kvsp_core.heads import Request, Response
 from kvsp_core.roles.engine import EngineCommand
 from kvsp_core.roles.role import (
     AnswerForm,
@@ -60,7 +61,7 @@ from kvsp_sim.facts import Fact
 from kvsp_sim.host import WALL_CLOCK_MS, RoleFactory, Start
 from kvsp_sim.messages import Answer, Message, Question
 from kvsp_sim.property import Property
-from kvsp_sim.snapshot import copied, frozen
+from kvsp_sim.snapshot import CallNumber, copied, frozen
 from kvsp_sim.wire import request_on_wire, response_on_wire
 from kvsp_sim.witness import Witness
 
@@ -77,6 +78,8 @@ __all__ = [
     "Pending",
     "Persisted",
     "Timer",
+    "Unheard",
+    "without_call",
 ]
 
 
@@ -129,6 +132,15 @@ class PeerCrashed:
 
 
 @attrs.frozen
+class Unheard:
+    """Who asked this does not wait any more, so that no later call takes the answer for its own. Not an event
+    of its own; it comes with the end of the call.
+    """
+
+    question: Question
+
+
+@attrs.frozen
 class Passed:
     """So much time has passed, and nothing has happened. Not an event of its own; it comes with a timer, of
     this node or of another.
@@ -145,7 +157,7 @@ class Crash:
 
 
 Event: TypeAlias = (
-    MessageArrives | Timer | Persisted | Pending | CallLost | Begin | PeerCrashed | Passed | Crash
+    MessageArrives | Timer | Persisted | Pending | CallLost | Begin | PeerCrashed | Unheard | Passed | Crash
 )
 
 
@@ -183,11 +195,26 @@ class _Leg:
         self.request, self.body = question.request, question.body
 
 
-def _number_of(question: Question) -> int:
-    """Return a number for a request that does not say which others came before it."""
+def without_call(question: Question) -> Question:
+    """Return a question as it is when its call is over."""
+    return attrs.evolve(question, call_id=0, life=0)
+
+
+def _unnumbered(effect: Effect) -> Effect:
+    """Return an effect without the number of the call that it makes."""
+    return attrs.evolve(effect, call_id=0) if isinstance(effect, Call) else effect
+
+
+def _number_of(question: Question, taken: Container[int]) -> int:
+    """Return a number for a request that does not say which others came before it, but for those that are
+    `taken`: a request may come again while one that nobody waits for any more is being answered.
+    """
     request = question.request
     head = f"{question.source} {question.life} {question.call_id} {request.method} {request.path}"
-    return int.from_bytes(hashlib.blake2b(head.encode() + question.body, digest_size=6).digest(), "big")
+    hashed = hashlib.blake2b(head.encode() + question.body, digest_size=6)
+    while (number := int.from_bytes(hashed.digest(), "big")) in taken:
+        hashed.update(b"again")
+    return number
 
 
 class Engine(Protocol):
@@ -227,7 +254,8 @@ class ExploredNode:
     `tiers` hold `blocks` at first; those in `surviving` outlive a crash. What storage and engine do is done
     at once, but for what the engine does under a name in `waits`, which is an event of its own. A POST whose
     path begins with one of `once`, the same for all nodes, arrives once at most: HTTP does not send it again
-    by itself, and each arrival makes something new. A call to a peer in `absent` fails at once. `own_effects`
+    by itself, and each arrival makes something new. A call to a peer in `absent` fails at once, or has the
+    answer that is `known`: what it is depends on nothing that happens. `own_effects`
     says what to do with effects that only this role has. `begin` is called once, when all nodes have started
     and said what they say at first. A node that `only_asks` gets no requests. The timers of one that is
     `patient` go off only where nothing else can happen. A partition may separate it from one of `parts_from`.
@@ -251,6 +279,7 @@ class ExploredNode:
         waits: frozenset[str] = frozenset(),
         once: tuple[str, ...] = (),
         absent: frozenset[str] = frozenset(),
+        known: Callable[[Request, bytes], tuple[Response, bytes] | None] = lambda _, __: None,
         own_effects: Mapping[type, Callable[..., None]] = MappingProxyType({}),
         begin: Callable[[ExploredNode], None] | None = None,
         only_asks: bool = False,
@@ -284,6 +313,7 @@ class ExploredNode:
         self._waits = waits
         self._once = once
         self._absent = absent
+        self._known = known
         self._own_effects = own_effects
         self.begin = begin
         self.only_asks = only_asks
@@ -322,19 +352,29 @@ class ExploredNode:
         return new
 
     def _renumbered(self, numbers: Numbers) -> Numbers:
-        """Number calls on from the highest that is open: of those that are over nothing is left, so states
-        that differ in their number only are one.
-        """
-        return attrs.evolve(numbers, calls=max(self.calls, default=0))
+        """Number calls on from the highest that is open or held back; of others nothing is left."""
+        held = (effect.call_id for effect in self.held if isinstance(effect, Call))
+        return attrs.evolve(numbers, calls=CallNumber(max((*self.calls, *held), default=0)))
 
     def freeze(self) -> Hashable:
-        """Return the state as a hashable value."""
+        """Return the state as a hashable value, in which a call counts as what it asks, and not by the number
+        that its role gave it: states that differ in the order in which calls were made are one.
+        """
+        calls: dict[int, Hashable] = {number: each.question for number, each in self.calls.items()}
+        for place, effect in enumerate(self.held):
+            if isinstance(effect, Call):
+                calls[effect.call_id] = ("held back", place)
+        opened = {key: (each.parts, each.broken, _unnumbered(each.call)) for key, each in self.calls.items()}
+        held = [
+            (CancelCall, effect.call_id) if isinstance(effect, CancelCall) else _unnumbered(effect)
+            for effect in self.held
+        ]
         state = (
-            self.role, self.life, self.stored, self.calls, self.requests, self.buffers, self.pending,
-            self.held, self.persisting, self.tiers, self.engine, self.in_engine, self._octets, self.posts,
-            self.waiting,
+            self.role, self.life, self.stored, opened, self.requests, self.buffers, self.pending, held,
+            self.persisting, self.tiers, self.engine, self.in_engine, self._octets, self.posts, self.waiting,
         )  # fmt: skip
-        return frozen(state, self.now_ms, owner=self), tuple(one.freeze(self.now_ms) for one in self.local)
+        known = frozen(state, self.now_ms, owner=self, calls=calls)
+        return known, tuple(one.freeze(self.now_ms) for one in self.local)
 
     # What may happen
 
@@ -402,6 +442,10 @@ class ExploredNode:
             case PeerCrashed(peer):
                 for open_call in self.calls.values():
                     open_call.broken = open_call.broken or open_call.question.target == peer
+            case Unheard(question):
+                for request in self.requests.values():
+                    if request.question == question:
+                        request.question = without_call(question)
             case Passed(ms):
                 self.now_ms += ms
             case Crash(durable):
@@ -484,7 +528,7 @@ class ExploredNode:
     # Inputs
 
     def _ask(self, question: Question) -> None:
-        request_id = _number_of(question)
+        request_id = _number_of(question, self.requests)
         self.requests[request_id] = _OpenRequest(question)
         self._inputs.append(RequestReceived(request_id, question.source, question.request))
 
@@ -635,13 +679,22 @@ class ExploredNode:
         body = effect.body if isinstance(effect.body, bytes) else self.buffers[effect.body.buffer]
         self.witness.called(self, effect, body)  # type: ignore[arg-type]
         if effect.base_uri in self._absent:
-            self._inputs.append(CallFailed(effect.call_id, "no such peer"))
+            answer = self._known(effect.request, body)
+            self._inputs.append(
+                CallFailed(effect.call_id, "no such peer")
+                if answer is None
+                else AnswerReceived(effect.call_id, *answer)
+            )
             return
         request = request_on_wire(effect.request, len(body))
-        number = effect.call_id
-        if request.method == "POST" and request.path.startswith(self._once):
-            self.posts += 1
-            number = self.posts
-        question = Question(self.base_uri, effect.base_uri, self.life, number, request, body)
+        once = request.method == "POST" and request.path.startswith(self._once)
+        self.posts += once
+        under_way = {each.question for each in self.calls.values()}
+        question = next(
+            question
+            for number in (count(self.posts) if once else count(1))
+            if (question := Question(self.base_uri, effect.base_uri, self.life, number, request, body))
+            not in under_way
+        )
         self.calls[effect.call_id] = _OpenCall(effect, question)
         self._messages.append(question)

@@ -9,6 +9,11 @@ What can make no difference any more is left out of the state, so that fewer are
 
 - An answer to a call that is over, and a part of a stream that has been taken: nobody takes it.
 - Of a question whose call is over, the call: it may still arrive, and who asked does not listen any more.
+- The number that a role gave a call: it counts as what it asks, wherever it is kept, and a question has
+  a number of its own only among those that ask the same and are open. In which order calls were made makes no
+  difference, as roles tell calls apart by their numbers and do nothing else with them.
+- Of a request that is being answered when its call is over, the call: nobody takes the answer, least of all a
+  later call that asks the same.
 - Such a late question, once it would change nothing at its node. Whether it would have changed something
   later is looked at in the end, for every state that the node came to; if so, all is explored once more, and
   the question stays.
@@ -49,6 +54,7 @@ from kvsp_sim.explored_node import (
     Pending,
     Persisted,
     Timer,
+    Unheard,
 )
 from kvsp_sim.facts import LineSeen, TokenDelivered
 from kvsp_sim.messages import Message, Question
@@ -374,6 +380,7 @@ class Search:
             sent &= ~(self.messages.once & 1 << event)
         if number != before:
             sent = self._without(sent, place, before, number)
+            self._stop_hearing(nodes, place, before)
         for message in more:
             if self._may_be_taken(nodes, message):
                 sent |= 1 << message
@@ -402,6 +409,20 @@ class Search:
                     sent ^= 1 << question
                     sent |= 1 << self.messages.late(question)
         return sent
+
+    def _stop_hearing(self, nodes: list[int], place: int, before: int) -> None:
+        """Bring about what the ends of a node's calls mean where their questions are being answered."""
+        now = self.spaces[place].open[nodes[place]]
+        for question in self.spaces[place].open[before]:
+            asked = self.messages.target(question)
+            if question in now or asked < 0:
+                continue
+            if self.spaces[asked].asked[nodes[asked]] >> question & 1:
+                message = self.messages.all[question]
+                assert isinstance(message, Question)
+                outcome = self.spaces[asked].outcome(nodes[asked], Unheard(message))
+                assert isinstance(outcome, tuple)
+                nodes[asked] = outcome[0]
 
     def _settle(self, sent: int, nodes: Sequence[int], properties: int) -> int:
         """Return the messages once the questions have arrived that change nothing at their node: with their

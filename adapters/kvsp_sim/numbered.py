@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-import attrs
-
 from kvsp_core.errors import KVSPError
-from kvsp_sim.explored_node import Event, ExploredNode, MessageArrives
+from kvsp_sim.explored_node import Event, ExploredNode, MessageArrives, without_call
 from kvsp_sim.facts import Fact
 from kvsp_sim.messages import Answer, Message, Question
 from kvsp_sim.properties import Properties
@@ -76,6 +74,8 @@ class NodeSpace:
         self.own: list[list[Event]] = []
         self.open: list[dict[int, int]] = []
         """The calls that are open, by the number of their question: how many parts of the answer came."""
+        self.asked: list[int] = []
+        """Bits of the questions that are being answered."""
         self.persisting: list[bool] = []
         self.waiting: list[bool] = []
         self._outcomes: dict[tuple[int, Event | int], Done | Broken | None] = {}
@@ -93,6 +93,8 @@ class NodeSpace:
             self.own.append(node.own_events())
             self.persisting.append(node.persisting is not None)
             self.waiting.append(bool(node.waiting))
+            asked = {self._messages.number(each.question) for each in node.requests.values()}
+            self.asked.append(sum(1 << question for question in asked))
             self.open.append(
                 {self._messages.number(each.question): each.parts for each in node.calls.values()}
             )
@@ -200,10 +202,10 @@ class MessageSpace:
         return sum(1 << answer for answer in bits(answers) if self.about[answer][2] < parts)
 
     def target(self, question: int) -> int:
-        """Return the place of the node to which a question goes."""
+        """Return the place of the node to which a question goes, or -1."""
         message = self.all[question]
         assert isinstance(message, Question)
-        return self._place[message.target]
+        return self._place.get(message.target, -1)
 
     def late(self, question: int) -> int:
         """Return the number of a question as it may still arrive when its call is over: without the call."""
@@ -212,7 +214,7 @@ class MessageSpace:
             late, message = question, self.all[question]
             assert isinstance(message, Question)
             if not self.once & 1 << question and self.about[question][0] >= 0:
-                late = self.number(attrs.evolve(message, call_id=0, life=0))
+                late = self.number(without_call(message))
                 self.lates |= 1 << late
             self._late[question] = late
         return late

@@ -286,6 +286,10 @@ class OneOwner(Property):
         rest = (self._version, self._seen, self._held, self._committed)
         return moves, *(frozenset(table.items()) for table in rest)
 
+    def authoritative(self, map_id: str) -> int | None:
+        """Return the version of a map that was committed last, or None."""
+        return self._version.get(map_id)
+
     def left_behind(self, member: str) -> bool:
         """Return whether a member waits for a decision, or holds ranges of a version that is over.
 
@@ -351,6 +355,9 @@ class OneOwner(Property):
 
     def _decision_taken(self, fact: DecisionTaken) -> None:
         key = (fact.map_id, fact.member)
+        holding = self._move(fact.map_id, fact.version).holding
+        if fact.commit and fact.member not in holding and fact.version > self._committed.get(key, 0):
+            self.fail(f"{fact.member} took version {fact.version} over, whose plan it has not acknowledged")
         self._seen[key] = max(self._seen.get(key, 0), fact.version)
         if self._held.get(key) == fact.version:
             del self._held[key]

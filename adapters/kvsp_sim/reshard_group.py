@@ -40,6 +40,7 @@ from kvsp_core.roles.role import (
     Respond,
     TimerFired,
 )
+from kvsp_core.roles.work import Numbers
 from kvsp_sim.explored_node import ExploredNode
 from kvsp_sim.host import Start
 
@@ -85,7 +86,7 @@ class Coordinator:
             self._state, self._recovered = reshard.recover(_read_record(record))
         self._lives: dict[str, int] = {}
         self._calls: dict[int, tuple[str, str, int]] = {}  # call -> (what, member, version)
-        self._next_call = 0
+        self._numbers = Numbers()
 
     def start(self, now_ms: int) -> tuple[Effect, ...]:
         """Tell again what was decided, or begin."""
@@ -130,7 +131,10 @@ class Coordinator:
             return ()
         if self._begun >= len(self._maps):
             return (Moved(),)  # type: ignore[return-value]  # an effect that only this role has
-        begin = reshard.Begin(shards=self._maps[self._begun], block_tokens=BLOCK_TOKENS, deadline_ms=_CALL_MS)
+        shards = self._maps[self._begun]
+        if {shard.instance for shard in shards} & {owed.instance for owed in self._state.owed}:
+            return ()  # a member has not heard of the last decision yet
+        begin = reshard.Begin(shards=shards, block_tokens=BLOCK_TOKENS, deadline_ms=_CALL_MS)
         self._begun += 1
         note = Persist((Put("begun", MAP, b"%d" % self._begun),))
         self._state, effects = reshard.transition(self._state, begin, now_ms)
@@ -152,10 +156,12 @@ class Coordinator:
         return tuple(done)
 
     def _call(self, what: str, member: str, version: int, message: object) -> Call:
-        self._next_call += 1
-        self._calls[self._next_call] = (what, member, version)
+        self._numbers.calls += 1
+        self._calls[self._numbers.calls] = (what, member, version)
         request, body = request_for(ReshardGroup(), message)
-        return Call(call_id=self._next_call, base_uri=member, request=request, body=body, timeout_ms=_CALL_MS)
+        return Call(
+            call_id=self._numbers.calls, base_uri=member, request=request, body=body, timeout_ms=_CALL_MS
+        )
 
 
 def _answered(what: str, member: str, version: int, accepted: bool) -> reshard.Event:
@@ -230,7 +236,7 @@ class Member:
         self._state: reshard_member.State = reshard_member.Outside()
         self._waiting: list[int] = []  # requests that wait for the plan being loaded
         self._loads: dict[int, int] = {}  # call -> version
-        self._next_call = 0
+        self._numbers = Numbers()
 
     def start(self, now_ms: int) -> tuple[Effect, ...]:
         """Tell of the start."""
@@ -295,7 +301,7 @@ class Member:
                 case reshard_member.LoadRanges(version, transfers):
                     for transfer in transfers:
                         done.append(self._call(transfer.source, "range", b""))
-                        self._loads[self._next_call] = version
+                        self._loads[self._numbers.calls] = version
                 case reshard_member.StopLoading():
                     done += [CancelCall(call) for call in self._loads]
                     self._loads.clear()
@@ -306,10 +312,10 @@ class Member:
         return tuple(done)
 
     def _call(self, base_uri: str, path: str, body: bytes) -> Call:
-        self._next_call += 1
+        self._numbers.calls += 1
         request = Request(method="POST", path=path, content_length=len(body))
         return Call(
-            call_id=self._next_call, base_uri=base_uri, request=request, body=body, timeout_ms=_CALL_MS
+            call_id=self._numbers.calls, base_uri=base_uri, request=request, body=body, timeout_ms=_CALL_MS
         )
 
 

@@ -2,23 +2,28 @@
 
 The program around the controller goes over to one map after the other, once it has begun, and notes how far
 it is. Each instance holds the blocks of its ranges in its local storage, and a
-member that gains a range fetches them from the one that has it.
+member that gains a range fetches them from the one that has it, as an index says that always answers at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from types import MappingProxyType
 from typing import Any, Final
 
 import attrs
 
+from kvsp_core.answers import json_response
 from kvsp_core.block_keys import block_keys
-from kvsp_core.container import ContainerHeader
+from kvsp_core.bodies import decode
+from kvsp_core.container import ContainerHeader, replica_digest
 from kvsp_core.errors import LocalProtocolError
+from kvsp_core.heads import Request, Response
 from kvsp_core.machines.fleet import Fleet
 from kvsp_core.machines.prefetch import PrefetchLimits
-from kvsp_core.records import Shard
+from kvsp_core.messages import LookupAnswer, LookupRequest, MatchedBlock
+from kvsp_core.records import ReplicaRecord, Residency, Shard
 from kvsp_core.resources import RoleName
 from kvsp_core.roles.authorization import Policy, ScopeRules
 from kvsp_core.roles.controller import Controller, ControllerSettings
@@ -30,6 +35,7 @@ from kvsp_core.roles.holdings import TierLimits
 from kvsp_core.roles.instance import Instance, InstanceSettings
 from kvsp_core.roles.role import BlockName, Effect, Input, JobDone, Persist, Put
 from kvsp_core.roles.work import Numbers
+from kvsp_sim.blocks import described
 from kvsp_sim.engine import block_octets
 from kvsp_sim.explored_node import ExploredNode
 from kvsp_sim.host import Start
@@ -100,6 +106,24 @@ class _Program(Controller):
         return (Persist((Put("begun", MAP, b"%d" % self._begun),)), *effects)
 
 
+def _record(member: str, name: BlockName, octets: bytes) -> ReplicaRecord:
+    """Return the record of a block in the local storage of a member."""
+    block = described(0, octets)
+    assert block.header is not None
+    return ReplicaRecord(
+        block_key=name.block_key,
+        compat_id=name.compat_id,
+        scope_id=name.scope_id,
+        holder=member,
+        codec=block.header.codec,
+        size=block.header.data_bytes,
+        digest=replica_digest(block.layer_digests),
+        layer_digests=block.layer_digests,
+        residency=(Residency(tier=TIER, layers=(0, len(block.layer_digests) - 1)),),
+        ttl_ms=_TTL_MS,
+    )
+
+
 @attrs.frozen
 class ReshardGroup:
     """How the roles of a group with these members are built: the first two have a half each, and the last
@@ -110,6 +134,7 @@ class ReshardGroup:
     policy: Policy = attrs.field(init=False)
     names: tuple[BlockName, ...] = attrs.field(init=False)
     blocks: Mapping[BlockName, bytes] = attrs.field(init=False)
+    records: tuple[ReplicaRecord, ...] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
         everyone: Any = (CONTROLLER, *self.members)
@@ -117,7 +142,9 @@ class ReshardGroup:
             CONTROLLER: (RoleName.CONTROLLER,),
             **dict.fromkeys(self.members, (RoleName.INSTANCE, RoleName.HOLDER)),
         }
-        policy = Policy(principals, {SCOPE.scope_id: ScopeRules(read=everyone, write=everyone)})
+        policy = Policy(
+            principals, {SCOPE.scope_id: ScopeRules(read=everyone, write=everyone, publish=everyone)}
+        )
         tokens = tuple(range(3 * MODEL.block_tokens))
         keys, _ = block_keys(SCOPE, MODEL, tokens)
         names = tuple(BlockName(MODEL.compat_id, SCOPE.scope_id, key.hex()) for key in keys)
@@ -130,6 +157,10 @@ class ReshardGroup:
         object.__setattr__(self, "policy", policy)
         object.__setattr__(self, "names", names)
         object.__setattr__(self, "blocks", MappingProxyType(blocks))
+        records = (
+            _record(member, name, blocks[name]) for member in self.members for name in self.held(member)
+        )
+        object.__setattr__(self, "records", tuple(records))
 
     def maps(self) -> tuple[tuple[Shard, ...], ...]:
         """Return the maps, one after the other."""
@@ -147,6 +178,17 @@ class ReshardGroup:
         """Return the blocks that a member has at first."""
         mine = {self.members[0]: self.names[:1], self.members[1]: self.names[1:]}
         return {name: self.blocks[name] for name in mine.get(base_uri, ())}
+
+    def index(self, request: Request, body: bytes) -> tuple[Response, bytes] | None:
+        """Answer a lookup, as an index does that knows who held what at first, and nothing else."""
+        if request.path != "lookup":
+            return None
+        wanted = decode(LookupRequest, body)
+        found = takewhile(
+            bool, ([r for r in self.records if r.block_key == key] for key in wanted.block_keys)
+        )
+        blocks = tuple(MatchedBlock(block_key=each[0].block_key, replicas=tuple(each)) for each in found)
+        return json_response(LookupAnswer(matched=len(blocks), blocks=blocks))
 
     def controller(self, start: Start) -> Controller:
         """Return the controller and its program."""

@@ -23,7 +23,21 @@ from kvsp_core.resources import Router
 from kvsp_core.roles.authorization import Policy
 from kvsp_core.roles.work import Numbers
 
-__all__ = ["copied", "frozen"]
+__all__ = ["CallNumber", "copied", "frozen"]
+
+
+class CallNumber(int):
+    """The number of a call, told from other numbers, so that it can count in a state as what it stands for.
+
+    The numbers that follow it are such numbers too.
+    """
+
+    __slots__ = ()
+
+    def __add__(self, more: int) -> CallNumber:
+        """Return the number that follows after so many."""
+        return CallNumber(int(self) + more)
+
 
 _PLAIN: Final = frozenset({int, str, bytes, bool, float, type(None), type, range})
 _OPAQUE: Final = (
@@ -50,16 +64,23 @@ def copied(
     return _copy(value, {} if owner is None else {id(owner): (new_owner, owner)}, renew)
 
 
-def frozen(value: Any, now_ms: int, *, owner: object = None) -> Hashable:
+def frozen(
+    value: Any,
+    now_ms: int,
+    *,
+    owner: object = None,
+    calls: Mapping[int, Hashable] = types.MappingProxyType({}),
+) -> Hashable:
     """Return a hashable value for the state of an object.
 
     What has a `freeze` of its own is asked; of other objects all attributes count. An integer attribute whose
     name says that it is a point in time (``..._at_ms``, ``..._deadline_ms``) counts as its distance from
     `now_ms`, but in settings. `owner` stands for itself, where it is referred to within. Of a method only the
     name counts, and of a function its code and the plain values around it: what they are bound to is a part
-    of the state by itself.
+    of the state by itself. A `CallNumber` counts as what `calls` has for it: which numbers calls were given
+    makes no difference where each stands for the same wherever it is found.
     """
-    return _Freezing(now_ms, owner).freeze(value)
+    return _Freezing(now_ms, owner, calls).freeze(value)
 
 
 @lru_cache(maxsize=1024)
@@ -68,6 +89,15 @@ def _is_immutable(kind: Hashable) -> bool:
     return (
         isinstance(kind, type) and attrs.has(kind) and "frozen" in getattr(kind.__setattr__, "__name__", "")
     )
+
+
+@lru_cache(maxsize=1024)
+def _is_shared(kind: Hashable) -> bool:
+    """Return whether copies share the instances of a class."""
+    if not isinstance(kind, type):
+        return False
+    plain = kind in _PLAIN or kind is CallNumber
+    return plain or issubclass(kind, _OPAQUE) or _is_immutable(kind)  # type: ignore[arg-type]
 
 
 # Values of these modules hold no point in time, so they stand for themselves.
@@ -94,6 +124,19 @@ def _is_timeless(kind: Hashable) -> bool:
 
 
 @lru_cache(maxsize=1024)
+def _is_itself(kind: Hashable) -> bool:
+    """Return whether the instances of a class stand for themselves."""
+    if not isinstance(kind, type):
+        return False
+    return issubclass(kind, _OPAQUE) or _is_timeless(kind)  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=1024)
+def _is_point_in_time(name: str) -> bool:
+    return _POINT_IN_TIME.search(name) is not None
+
+
+@lru_cache(maxsize=1024)
 def _slots(kind: Hashable) -> tuple[str, ...]:
     names: list[str] = []
     for base in getattr(kind, "__mro__", ()):
@@ -111,7 +154,7 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _copy(value: Any, done: dict[int, Any], renew: Mapping[type, Callable[[Any], Any]]) -> Any:
     kind = type(value)
-    if kind in _PLAIN or isinstance(value, _OPAQUE) or _is_immutable(kind):  # type: ignore[arg-type]
+    if _is_shared(kind):  # type: ignore[arg-type]
         return value
     if id(value) in done:
         return done[id(value)][0]
@@ -175,8 +218,9 @@ def _copy_closure(
 class _Freezing:
     """One call of `frozen`: what is being frozen just now, and what was, so that it is done once."""
 
-    def __init__(self, now_ms: int, owner: object) -> None:
+    def __init__(self, now_ms: int, owner: object, calls: Mapping[int, Hashable]) -> None:
         self.now_ms = now_ms
+        self._calls = calls
         self._inside = [] if owner is None else [id(owner)]
         self._references = 0  # to what is being frozen
         self._done: dict[tuple[int, str], Hashable] = {}
@@ -184,17 +228,19 @@ class _Freezing:
     def freeze(self, value: Any, name: str = "") -> Hashable:
         kind = type(value)
         if kind in _PLAIN:
-            if kind is int and name and _POINT_IN_TIME.search(name):
+            if kind is int and name and _is_point_in_time(name):
                 return ("in", value - self.now_ms)
             plain: Hashable = value
             return plain
+        if kind is CallNumber:
+            return ("call", self._calls.get(value, int(value)))
         if kind is Numbers:
             return ()  # counters: what is numbered by them and still open is in the state by its number
         if kind is Router or kind is Policy:
             return kind.__name__  # in one exploration those of a role are all alike
         if kind is struct.Struct:
             return kind, value.format
-        if isinstance(value, _OPAQUE) or _is_timeless(kind):  # type: ignore[arg-type]
+        if _is_itself(kind):  # type: ignore[arg-type]
             itself: Hashable = value
             return itself
         if kind is types.MethodType:
@@ -218,7 +264,9 @@ class _Freezing:
 
     def _structure(self, value: Any, name: str) -> Hashable:
         freeze = self.freeze
-        if isinstance(value, list | tuple | deque):
+        if type(value) is dict:
+            return frozenset([(freeze(key), freeze(item, name)) for key, item in value.items()])
+        if isinstance(value, (list, tuple, deque)):  # a union is slower
             return tuple([freeze(item, name) for item in value])
         if isinstance(value, Mapping):
             items = [(freeze(key), freeze(item, name)) for key, item in value.items()]

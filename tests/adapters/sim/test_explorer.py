@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvsp_core.heads import Request, Response
 from kvsp_core.roles.role import (
     AnswerReceived,
@@ -18,8 +20,18 @@ from kvsp_core.roles.role import (
     Stored,
     TimerFired,
 )
-from kvsp_sim.explored_node import ExploredNode
-from kvsp_sim.explorer import Bounds, Exploration, explore
+from kvsp_core.roles.work import Numbers
+from kvsp_sim.explored_node import (
+    CallLost,
+    ExploredNode,
+    MessageArrives,
+    Outcome,
+    Persisted,
+    Unheard,
+    without_call,
+)
+from kvsp_sim.explorer import Bounds, Exploration, Search, explore
+from kvsp_sim.messages import Answer, Question
 from kvsp_sim.properties import Properties
 from kvsp_sim.witness import Witness
 
@@ -125,6 +137,43 @@ class Visitor(Writer):
         return self.call() if isinstance(item, CallFailed) and self.calls == 1 else ()
 
 
+class Forwarder(Ledger):
+    """Notes each request, and sends it on once that is durable; answers when all it sent on were answered."""
+
+    def __init__(self) -> None:
+        self.numbers = Numbers()
+        self.sent_on: dict[int, str] = {}
+        self.unanswered: list[int] = []
+
+    def handle(self, item: Input, now_ms: int) -> tuple[Effect, ...]:
+        match item:
+            case RequestReceived(request_id, _, request):
+                self.unanswered.append(request_id)
+                self.numbers.calls += 1
+                number = self.numbers.calls
+                self.sent_on[number] = request.path
+                on = Call(call_id=number, base_uri=WRITER, request=request, body=b"", timeout_ms=100)
+                return (Persist((Put("forwarded", request.path, b""),)), on)
+            case AnswerReceived(call_id) | CallFailed(call_id):
+                del self.sent_on[call_id]
+                if not self.sent_on:
+                    unanswered, self.unanswered = self.unanswered, []
+                    return tuple(Respond(each, Response(status=200), b"") for each in unanswered)
+        return ()
+
+
+class Insistent(Writer):
+    """Asks the same again where that failed, and answers nothing."""
+
+    def call(self) -> tuple[Effect, ...]:
+        self.calls += 1
+        request = Request(method="PUT", path="a")
+        return (Call(call_id=self.calls, base_uri=LEDGER, request=request, body=b"", timeout_ms=100),)
+
+    def handle(self, item: Input, now_ms: int) -> tuple[Effect, ...]:
+        return self.call() if isinstance(item, CallFailed) else ()
+
+
 class Ticker(Ledger):
     """Its timer goes off again and again, `every_ms`, and `breaks` it or changes nothing else."""
 
@@ -172,7 +221,7 @@ def test_a_ledger_that_answers_before_is_found_on_the_shortest_way() -> None:
     assert len(told) == 4
     assert told[0].startswith(f"{LEDGER} gets from {WRITER} (call 1): PUT sessions/s/checkpoint")
     assert "https://ledger.example/ crashes and restarts" in told
-    assert told[-1].startswith(f"{LEDGER} gets from {WRITER} (call 2): GET ext/sessions/s")
+    assert told[-1].startswith(f"{LEDGER} gets from {WRITER} (call 1): GET ext/sessions/s")
 
 
 def test_without_a_crash_nobody_can_tell() -> None:
@@ -235,3 +284,81 @@ def test_more_budget_is_more_states() -> None:
     few = exploration(bounds=Bounds(crashes=1))
     more = exploration(bounds=Bounds(crashes=1, losses=1, timers=1))
     assert few.states < more.states
+
+
+# Calls
+
+
+def forwarder(*, can_crash: bool) -> ExploredNode:
+    node = ExploredNode(LEDGER, lambda _: Forwarder(), witness=Witness(Properties()), can_crash=can_crash)
+    node.start()
+    return node
+
+
+def asked(path: str) -> Question:
+    return Question("https://visitor.example/", LEDGER, 1, 1, Request(method="PUT", path=path), b"")
+
+
+def after(node: ExploredNode, *events: object) -> tuple[ExploredNode, Outcome]:
+    """Go on from a copy at each event, as a search does."""
+    for event in events:
+        node = node.copy()
+        outcome = node.apply(event)  # type: ignore[arg-type]
+    return node, outcome
+
+
+def test_a_call_that_is_held_back_keeps_its_number() -> None:
+    first, second = MessageArrives(asked("a")), MessageArrives(asked("b"))
+    node, _ = after(forwarder(can_crash=True), first, second)
+    assert not node.calls
+    node, _ = after(node, Persisted(), Persisted())
+    assert isinstance(node.role, Forwarder)
+    assert {number: each.question.request.path for number, each in node.calls.items()} == node.role.sent_on
+    assert sorted(node.role.sent_on.values()) == ["a", "b"]
+
+
+@pytest.mark.parametrize("can_crash", [False, True])
+def test_in_which_order_calls_were_made_is_no_difference(can_crash: bool) -> None:
+    one, _ = after(forwarder(can_crash=can_crash), MessageArrives(asked("z")))  # the role's clock has begun
+    ways = [after(one, *(MessageArrives(asked(path)) for path in order))[0] for order in ("ab", "ba")]
+    if can_crash:
+        ways = [after(way, Persisted(), Persisted(), Persisted())[0] for way in ways]
+    for way in ways:
+        assert isinstance(way.role, Forwarder)
+        way.role.unanswered.sort()
+    assert ways[0].freeze() == ways[1].freeze()
+    role = ways[0].role
+    assert isinstance(role, Forwarder)
+    numbers = {path: number for number, path in role.sent_on.items()}
+    role.sent_on[numbers["a"]], role.sent_on[numbers["b"]] = "b", "a"
+    assert ways[0].freeze() != ways[1].freeze()
+
+
+def test_nobody_takes_the_answer_to_a_call_that_was_given_up() -> None:
+    question = asked("a")
+    node, _ = after(forwarder(can_crash=False), MessageArrives(question), Unheard(question))
+    assert node.takes(question)
+    (number,) = node.calls
+    _, outcome = after(node, CallLost(number))
+    (answer,) = outcome.messages
+    assert isinstance(answer, Answer)
+    assert answer.question == without_call(question)
+
+
+def test_no_call_is_that_of_a_request_of_an_earlier_one() -> None:
+    properties = Properties()
+    witness = Witness(properties)
+    nodes = [
+        ExploredNode(LEDGER, lambda _: Forwarder(), witness=witness),
+        ExploredNode(WRITER, lambda _: Insistent(), witness=witness),
+    ]
+    search = Search(nodes, properties, Bounds(losses=2))
+    assert search.run(max_states=1_000).complete
+    given_up = 0
+    for state in search.reached:
+        ledger, writer = (space.nodes[state[place]] for place, space in enumerate(search.spaces))
+        answered = {each.question for each in ledger.requests.values()}
+        calls = {each.question for each in writer.calls.values()}
+        given_up += len(answered - calls)
+        assert all(question == without_call(question) for question in answered - calls)
+    assert given_up

@@ -291,6 +291,13 @@ def test_a_commit_without_all() -> None:
     breaks(OneOwner(), *FIRST, *SECOND, *accepted(2, "a"), decided(2), saying="b has not acknowledged")
 
 
+def test_a_commit_taken_over_by_who_holds_no_plan() -> None:
+    taken = DecisionTaken(map_id="m", version=2, member="b", commit=True)
+    run(OneOwner(), *PREPARED, decided(2), taken, taken)
+    breaks(OneOwner(), *PREPARED, decided(2), MemberRestarted(member="b"), taken, saying="not acknowledged")
+    breaks(OneOwner(), *FIRST, *SECOND, taken, saying="not acknowledged")
+
+
 def test_a_commit_and_an_abort() -> None:
     breaks(OneOwner(), *PREPARED, decided(2), decided(2, False), saying="both committed and aborted")
 
