@@ -151,7 +151,7 @@ def test_limits_hold_anew_after_a_reload_and_other_changes_wait_for_a_restart(de
         deployment.reload("reloaded")
         assert '"keys": "descriptor_files monitoring.host"' in deployment.log
         assert publish(holder).json()["ttl_ms"] == 5000
-        assert '"operation": "PublishReplica"' in deployment.log
+        assert until(lambda: '"operation": "PublishReplica"' in deployment.log)
         several = json.dumps(LOOKUP | {"block_keys": [KEY, "a" * 64]})
         assert reader.post("lookup", content=several, headers=JSON).status_code == 413
 
