@@ -21,7 +21,6 @@ import rfc8785
 
 from kvsp_core.errors import LocalProtocolError, RemoteProtocolError
 from kvsp_core.limits import MAX_BASE_URI_CHARS
-from kvsp_core.problems import INCOMPATIBLE, Problem
 from kvsp_core.registries import INITIAL_REGISTRIES, Registries
 from kvsp_core.strict_json import Json, frozen_json, kind_of, strict_json, thawed_json
 
@@ -135,14 +134,6 @@ class CompatibilityDescriptor:
         """Return the JSON object of this descriptor, newly made: what `from_members` reads."""
         members: dict[str, Json] = json.loads(self.canonical_json)
         return members
-
-    def check_id(self, compat_id: str) -> Problem | None:
-        """Return the refusal of a Compatibility ID that is not that of this descriptor, or None (CD-6)."""
-        if compat_id == self.compat_id:
-            return None
-        return Problem(
-            INCOMPATIBLE, "the Compatibility ID is not that of the descriptor; compute it from there"
-        )
 
     def section_bytes(self, token_count: int) -> int:
         """Return the octets of one K or V section of codec ``raw`` for this many tokens (KC-4)."""

@@ -41,7 +41,6 @@ __all__ = [
     "MAX_INSTANCE_SESSIONS",
     "MAX_INSTANCE_SHARD_MAPS",
     "MAX_KEPT_BLOCKS",
-    "MAX_KEPT_DIRECTIVES",
     "MAX_LEASES_PER_CLIENT",
     "MAX_LEASE_KEYS",
     "MAX_LEASE_TTL_MS",
@@ -244,9 +243,6 @@ SESSION_KEPT_MS: Final = 60_000
 
 PROMPT_WAIT_MS: Final = 10_000
 """How long a resumed session whose prompt blocks are gone waits for the front end to bring the prompt."""
-
-MAX_KEPT_DIRECTIVES: Final = 1024
-"""Outcomes of prefetch directives that are kept; beyond it the oldest is forgotten first."""
 
 MAX_REPLICA_TTL_MS: Final = 3_600_000
 """Longest time the index keeps a record without a refresh; a longer TTL is capped (PB-2)."""

@@ -266,6 +266,7 @@ _ALLOWED: Final = MappingProxyType(
 _NO_SESSION: Final = Problem(INVALID_STATE, "the instance takes no new sessions; place it elsewhere")
 _RANDOM_OCTETS: Final = 4
 _SPREAD: Final = 0.2
+_SLEEP_BELOW: Final = 0.05  # the share of what it can do that is next to no load
 """By how much of itself an interval is shortened at random."""
 
 
@@ -293,8 +294,8 @@ class InstanceLifecycle:
     `ttl_ms` is that of its status records: one is sent at least every third of it (ST-1), and at once when
     the state changes, never more than one at a time. Intervals are shortened at random by up to a fifth and
     retries are spread at random, so that many instances that lost their PC do not come back in step. Where
-    `sleep_after_ms` is given, a load below `sleep_below` for that long makes the instance ask to sleep
-    (LC-1). `random_bytes` gives octets.
+    `sleep_after_ms` is given, next to no load for that long makes the instance ask to sleep (LC-1).
+    `random_bytes` gives octets.
     """
 
     def __init__(
@@ -304,7 +305,6 @@ class InstanceLifecycle:
         now_ms: int,
         ttl_ms: int,
         sleep_after_ms: int | None = None,
-        sleep_below: float = 0.05,
         retry_ms: int = STATUS_RETRY_MS,
     ) -> None:
         if ttl_ms < 3:
@@ -312,7 +312,6 @@ class InstanceLifecycle:
         self._random_bytes = random_bytes
         self._interval_ms = ttl_ms // 3
         self._sleep_after_ms = sleep_after_ms
-        self._sleep_below = sleep_below
         self._retry_ms = min(retry_ms, self._interval_ms)
         self._kind = InstanceKind.ACTIVE
         self._sessions = 0
@@ -408,7 +407,7 @@ class InstanceLifecycle:
         return AnswerState(self._kind.reported)
 
     def _report_load(self, load: float, now_ms: int) -> None:
-        if load >= self._sleep_below or self._kind is not InstanceKind.ACTIVE:
+        if load >= _SLEEP_BELOW or self._kind is not InstanceKind.ACTIVE:
             self._idle_since_ms, self._requested = None, False
         elif self._idle_since_ms is None:
             self._idle_since_ms = now_ms

@@ -411,7 +411,7 @@ class PackedReplicas:
             return segments
         runs = self._runs(keys)
         if len(runs) > _FEW_PIECES and len(runs) * _PIECE_KEYS > sum(run[1] for run in runs):
-            self._move_together(keys, runs)
+            self._move_together(runs)
             runs = self._runs(keys)
         for at, count, chunk, slot in runs:
             found = _cover(chunk, (slot, slot + count), space, named, most_replicas, now_ms)
@@ -583,7 +583,7 @@ class PackedReplicas:
 
     # Moving keys together
 
-    def _move_together(self, keys: bytes, runs: list[Run]) -> None:
+    def _move_together(self, runs: list[Run]) -> None:
         """Move the first keys that lie in short pieces so that they lie in the order of the lookup."""
         budget = _MOVED_RECORDS
         emptied: dict[int, Chunk] = {}

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
-from typing import Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 import attrs
 
@@ -272,9 +272,12 @@ def recompute_us(tokens: int, prefill_tokens_per_s: int) -> int | None:
     return round(1_000_000 * tokens / prefill_tokens_per_s) if prefill_tokens_per_s > 0 else None
 
 
-def mean_service_us(mean_us: int, sample_us: int, *, weight: float = 0.125) -> int:
+_SAMPLE_WEIGHT: Final = 1 / 8
+
+
+def mean_service_us(mean_us: int, sample_us: int) -> int:
     """Return the moving average of service times after one more sample (decision W25)."""
-    return round(mean_us + weight * (sample_us - mean_us))
+    return round(mean_us + _SAMPLE_WEIGHT * (sample_us - mean_us))
 
 
 # Candidates

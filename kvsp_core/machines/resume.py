@@ -299,7 +299,7 @@ def transition(
             if isinstance(state, Serving) and event.epoch == state.epoch:
                 return _ask(state, event.checkpoint, event.blocks, now_ms + prompt_wait_ms)
         case PromptReceived(epoch, matches):
-            return _prompt(state, epoch, matches, block_tokens)
+            return _prompt(state, epoch, matches)
         case SessionEnded(epoch):
             if isinstance(state, Loading | NeedsPrompt | Serving) and epoch == state.epoch:
                 return Ended(epoch=epoch, content=state.content), ()
@@ -370,7 +370,7 @@ def _serve(state: Loading | NeedsPrompt, cached: int) -> _Result:
     return Serving(epoch=state.epoch, content=state.content), (start,)
 
 
-def _prompt(state: State, epoch: int, matches: bool, block_tokens: int) -> _Result:
+def _prompt(state: State, epoch: int, matches: bool) -> _Result:
     if not isinstance(state, Loading | NeedsPrompt) or epoch != state.epoch:
         return state, ()
     if not matches:

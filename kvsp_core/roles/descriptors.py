@@ -23,10 +23,9 @@ _FULL: Final = Problem(STORAGE_FULL, "no room for more descriptors")
 
 
 class Descriptors:
-    """The descriptors that one role knows, at most `max_descriptors`."""
+    """The descriptors that one role knows."""
 
-    def __init__(self, *, max_descriptors: int = MAX_DESCRIPTORS) -> None:
-        self._max_descriptors = max_descriptors
+    def __init__(self) -> None:
         self._known: dict[str, CompatibilityDescriptor] = {}
 
     def get(self, compat_id: str) -> CompatibilityDescriptor | None:
@@ -51,7 +50,7 @@ class Descriptors:
                     return (refuse(asked.request_id, _OTHER_ID),)
                 if compat_id in self._known:
                     return (done(asked.request_id),)
-                if len(self._known) >= self._max_descriptors:
+                if len(self._known) >= MAX_DESCRIPTORS:
                     return (refuse(asked.request_id, _FULL),)
                 self._known[compat_id] = asked.body
                 return (done(asked.request_id, 201),)

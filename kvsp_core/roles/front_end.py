@@ -255,7 +255,7 @@ class FrontEnd:
             case Generate():
                 self._generate(item, now_ms)
             case Abandon(number):
-                self._abandon(number, now_ms)
+                self._abandon(number)
             case StreamStarted(call_id):
                 self._stream_started(call_id, now_ms)
             case LineReceived(call_id, line):
@@ -452,7 +452,7 @@ class FrontEnd:
         self._own.append(GenerationFailed(number, status, detail))
         self._close(number, generation)
 
-    def _abandon(self, number: int, now_ms: int) -> None:
+    def _abandon(self, number: int) -> None:
         generation = self._generations.get(number)
         if generation is not None and generation.stage is not _Stage.CLOSING:
             self._close(number, generation)

@@ -1,8 +1,8 @@
 """A holder: keeps blocks in its tiers, serves and stores them, leases them, and has the index list them.
 
 Protocol sections "Block Retrieval and Storage", "Leases" and "Publishing and Withdrawing Replicas";
-requirements BR-1 to BR-3, BR-6, BR-7, LE-1 to LE-4, PB-3, PB-4; decisions W9, W16, W17, W30 and W33. This
-file answers requests; `kvsp_core.roles.held_blocks` keeps what is held.
+requirements BR-1 to BR-3, BR-6, BR-7, LE-1 to LE-4, PB-3, PB-4; decisions W16, W17, W30 and W33. This file
+answers requests; `kvsp_core.roles.arrivals` takes blocks in, `kvsp_core.roles.held_blocks` keeps them.
 
 A cache server is this role alone. An instance has one beside it for its own tiers and drives it by the calls
 of `kvsp_core.roles.local_blocks.LocalBlocks`.
@@ -16,20 +16,16 @@ from typing import Final, TypeAlias, assert_never
 import attrs
 
 from kvsp_core.answers import block_response
-from kvsp_core.container_header import ContainerHeader, section_bytes
+from kvsp_core.container_header import ContainerHeader
 from kvsp_core.ext_messages import LeaseInfo, LeaseListing
 from kvsp_core.limits import MAX_INCOMING_BLOCKS, MAX_LEASE_KEYS, REPLICA_TTL_MS
 from kvsp_core.machines import lease as leases
 from kvsp_core.machines.lease import LeaseTable
 from kvsp_core.messages import LeaseGranted, LeaseRenewal, LeaseRequest
 from kvsp_core.problems import (
-    INCOMPATIBLE,
     LAYERS_UNAVAILABLE,
     NOT_ACCEPTABLE,
     NOT_FOUND,
-    PRECONDITION_FAILED,
-    PRECONDITION_REQUIRED,
-    STORAGE_FULL,
     TOO_LARGE,
     UNAVAILABLE,
     Problem,
@@ -46,13 +42,13 @@ from kvsp_core.resources import (
     RenewLease,
     RoleName,
     StoreBlock,
-    resource_of,
 )
+from kvsp_core.roles.arrivals import NOT_NOW, Arrivals, Storing
 from kvsp_core.roles.authorization import Policy, authorize
 from kvsp_core.roles.descriptors import Descriptors
 from kvsp_core.roles.held_blocks import HeldBlocks, LeaseEvent
 from kvsp_core.roles.holdings import TierLimits, id_of
-from kvsp_core.roles.local_blocks import BlockAdded, BlockGone, BlockNotAdded, News
+from kvsp_core.roles.local_blocks import BlockGone, News
 from kvsp_core.roles.publication import DeleteRecord, PutRecord, TellDescriptor
 from kvsp_core.roles.role import (
     AnswerReceived,
@@ -69,11 +65,9 @@ from kvsp_core.roles.role import (
     JobFailed,
     Load,
     ReadBlock,
-    ReceiveBlock,
     RequestEnded,
     RequestReceived,
     Respond,
-    Store,
     StoredBlock,
     TimerFired,
 )
@@ -83,23 +77,13 @@ from kvsp_core.roles.work import Numbers, Work
 
 __all__ = ["Holder"]
 
-_REMEMBERED_CLIENTS: Final = 1024  # of which it is known what they stored last
 _NO_SCOPE: Final = "none"
 """No scope has this name, so no policy allows anything in it."""
 _NOT_HELD: Final = Problem(NOT_FOUND, "the block is not held here; continue with another replica")
-_HELD: Final = Problem(PRECONDITION_FAILED, "a replica of this key is held already, and stays")
-_NOT_CONDITIONAL: Final = Problem(PRECONDITION_REQUIRED, "if-none-match: a block is stored with '*' only")
 _NO_LAYERS: Final = Problem(LAYERS_UNAVAILABLE, "layers: not all of them are held here")
 _NO_CODEC: Final = Problem(NOT_ACCEPTABLE, "codec: the block is held in another, and is not transcoded here")
-_FULL: Final = Problem(STORAGE_FULL, "no room for the block; what is held is leased or in use")
-_BUSY: Final = Problem(UNAVAILABLE, "too much is being stored at a time; try again soon")
-_NOT_NOW: Final = Problem(UNAVAILABLE, "files or memory are short here; try again soon, or another replica")
 _STOPPING: Final = Problem(UNAVAILABLE, "the holder is about to stop; use another one")
 _STARTING: Final = Problem(UNAVAILABLE, "the holder is still finding out what it holds; try again soon")
-_GOING: Final = Problem(UNAVAILABLE, "a replica of this key is just leaving; try again soon")
-_NOT_FITTING: Final = Problem(
-    INCOMPATIBLE, "the container is not a complete block of this descriptor: all layers, all tokens"
-)
 
 
 @attrs.frozen
@@ -114,36 +98,13 @@ class _Reading:
 
 
 @attrs.frozen
-class _Storing:
-    """A block is written to a tier, for a request or for the instance beside this holder."""
-
-    block: str = attrs.field(repr=False)
-    stored: StoredBlock
-    tier: str
-    buffer: int
-    request_id: int | None = None
-    client: str = ""
-    ticket: int = 0
-
-
-@attrs.frozen
 class _Loading:
     """What a tier holds is listed at the start."""
 
     tier: str
 
 
-@attrs.frozen
-class _Incoming:
-    """A block is being sent to this holder."""
-
-    block: str = attrs.field(repr=False)
-    name: BlockName
-    client: str
-    buffer: int
-
-
-_Purpose: TypeAlias = _Reading | _Storing | _Loading | MoveRead | MoveStore
+_Purpose: TypeAlias = _Reading | Storing | _Loading | MoveRead | MoveStore
 
 
 class Holder:
@@ -185,16 +146,13 @@ class Holder:
             random_bytes=random_bytes,
         )
         self._desk = Desk([RoleName.HOLDER], self._allow)
-        self._max_incoming = max_incoming
-        self._incoming: dict[int, _Incoming] = {}  # by request
-        self._arriving: set[str] = set()  # blocks on their way into a tier
+        self._arrivals = Arrivals(
+            self._work, self._blocks, self.descriptors, is_purged=self._is_purged, max_incoming=max_incoming
+        )
         self._reading: dict[int, bool] = {}  # requests whose read is under way, and whether they have ended
         self._granted: dict[int, tuple[str, str]] = {}  # answers that grant a lease: client and lease
         self._loading = 0
         self._stopping = False
-        self._last_stored: dict[tuple[str, str, str], str] = {}
-        self._tickets = 0
-        self._news: list[BlockAdded | BlockNotAdded] = []
 
     # The role
 
@@ -233,7 +191,7 @@ class Holder:
             found = self._blocks.holdings.get(block)
             if found is not None and found[1] == tier:
                 self._blocks.delete((block,), now_ms)
-            elif block not in self._arriving and block not in self._blocks.moves:
+            elif block not in self._arrivals and block not in self._blocks.moves:
                 self._work.emit(Drop(name, tier))  # it was to be dropped before, and could not be
         self._blocks.settle(now_ms)
         return self._work.take()
@@ -253,7 +211,7 @@ class Holder:
             case RequestReceived() | BodyArrived() | BodyFailed() | RequestEnded():
                 self._take_request(item, now_ms)
             case BlockArrived():
-                self._arrived(item, now_ms)
+                self._arrivals.arrived(item, now_ms)
             case JobDone(job_id) | JobFailed(job_id):
                 purpose = self._work.jobs.pop(job_id, None)
                 if purpose is not None:
@@ -271,6 +229,9 @@ class Holder:
             self.take_news()  # nobody else does
         return self._work.take()
 
+    def _is_purged(self, scope_id: str) -> bool:
+        return scope_id in self.policy.purged
+
     def _allow(self, client: str, operation: Operation) -> Problem | None:
         return authorize(self.policy, client, operation)
 
@@ -281,8 +242,7 @@ class Holder:
     ) -> None:
         if isinstance(item, RequestEnded):
             self._ended(item, now_ms)
-        if isinstance(item, BodyFailed) and item.request_id in self._incoming:
-            self._give_up(item.request_id)
+        if isinstance(item, BodyFailed) and self._arrivals.give_up(item.request_id):
             self._work.emit(refuse(item.request_id, item.problem))
         asked, effects = self._desk.take(item)
         self._work.emit(*effects)
@@ -298,7 +258,7 @@ class Holder:
             case GetBlock() | HeadBlock():
                 self._get(asked, asked.operation, now_ms)
             case StoreBlock():
-                self._put(asked, asked.operation, now_ms)
+                self._arrivals.receive(asked, asked.operation, now_ms)
             case CreateLease():
                 self._create_lease(asked, now_ms)
             case RenewLease(lease):
@@ -358,7 +318,7 @@ class Holder:
                 "kvsp_holder_read_bytes", 0 if reading.head_only else outcome.header.size_bytes
             )
         elif not ended and found is not None and later:
-            self._work.emit(refuse(reading.request_id, _NOT_NOW))
+            self._work.emit(refuse(reading.request_id, NOT_NOW))
         elif not ended:
             self._work.emit(refuse(reading.request_id, _NOT_HELD))
         whole = reading.layers is None and sound
@@ -382,128 +342,6 @@ class Holder:
         ttl_ms = self._blocks.publisher.remaining_ms(block, now_ms)
         response = block_response(size_bytes=header.size_bytes, repr_digest=repr_digest, ttl_ms=ttl_ms)
         self._work.emit(Respond(request_id, response, body))
-
-    # Storage
-
-    def _put(self, asked: Asked, operation: StoreBlock, now_ms: int) -> None:
-        name = BlockName(operation.compat_id, operation.scope_id, operation.block_key)
-        block = id_of(name)
-        problem = self._put_problem(asked, name, block, now_ms)
-        if problem is not None:
-            self._work.emit(refuse(asked.request_id, problem))
-            return
-        buffer = self._work.new_buffer()
-        self._incoming[asked.request_id] = _Incoming(block, name, asked.client, buffer)
-        self._arriving.add(block)
-        self._work.emit(ReceiveBlock(asked.request_id, buffer, resource_of(operation).limit_bytes))
-
-    def _put_problem(self, asked: Asked, name: BlockName, block: str, now_ms: int) -> Problem | None:
-        """Return why a block is not taken in, as far as the head of the request shows."""
-        if asked.request.if_none_match != "*":
-            return _NOT_CONDITIONAL
-        if block in self._blocks.holdings or block in self._arriving:
-            return _HELD
-        if not self._blocks.is_absent(block, now_ms):
-            return _GOING
-        if len(self._incoming) >= self._max_incoming:
-            return _BUSY
-        length = asked.request.content_length
-        if length is not None and self._blocks.holdings.room_for(length) is None:
-            return _FULL
-        return None
-
-    def _arrived(self, item: BlockArrived, now_ms: int) -> None:
-        incoming = self._incoming.pop(item.request_id, None)
-        if incoming is None:
-            return
-        stored = StoredBlock(incoming.name, item.header, item.layer_digests, item.repr_digest)
-        problem = None if self._fits(stored) else _NOT_FITTING
-        tier = None if problem else self._blocks.make_room(item.header.size_bytes, now_ms)
-        if tier is None:
-            self._arriving.discard(incoming.block)
-            self._work.free(incoming.buffer)
-            self._work.emit(refuse(item.request_id, problem or _FULL))
-            return
-        self._store(
-            _Storing(
-                incoming.block,
-                stored,
-                tier,
-                incoming.buffer,
-                request_id=item.request_id,
-                client=incoming.client,
-            )
-        )
-
-    def _fits(self, stored: StoredBlock) -> bool:
-        """Return whether a container is a complete block of its descriptor, as far as that is known (W9)."""
-        header = stored.header
-        descriptor = self.descriptors.get(stored.name.compat_id)
-        if header.first_layer != 0:
-            return False
-        if descriptor is None:
-            return True
-        if len(header.sections) != descriptor.layers or header.token_count != descriptor.block_tokens:
-            return False
-        size_bytes = section_bytes(descriptor, header.codec, header.token_count)
-        return size_bytes is None or set(header.sections) == {(size_bytes, size_bytes)}
-
-    def _store(self, storing: _Storing) -> None:
-        self._blocks.holdings.reserve(storing.tier, storing.stored.header.size_bytes)
-        job = self._work.job(storing)
-        self._work.emit(Store(job, storing.buffer, storing.stored.name, storing.tier))
-
-    def _written(self, storing: _Storing, outcome: JobDone | JobFailed, now_ms: int) -> None:
-        if isinstance(outcome, JobFailed):
-            self._not_written(storing, outcome)
-            return
-        self._arriving.discard(storing.block)
-        self._blocks.hold(storing.block, storing.stored, storing.tier, now_ms)
-        self._learn_order(storing)
-        self._work.observe("kvsp_holder_blocks_stored", tier=storing.tier)
-        if storing.request_id is not None:
-            self._work.free(storing.buffer)
-            self._work.emit(done(storing.request_id, 201))
-        else:
-            self._news.append(BlockAdded(storing.ticket, storing.stored.name))
-        if storing.stored.name.scope_id in self.policy.purged:  # since it was let in
-            self._blocks.delete((storing.block,), now_ms)
-
-    def _not_written(self, storing: _Storing, failed: JobFailed) -> None:
-        """Try the next tier that has room as it is; without one the block is not kept."""
-        size_bytes = storing.stored.header.size_bytes
-        self._blocks.holdings.release(storing.tier, size_bytes)
-        self._work.observe("kvsp_holder_store_failures", tier=storing.tier, fault=failed.fault.value)
-        tiers = self._blocks.holdings.tiers
-        for tier in tiers[tiers.index(storing.tier) + 1 :]:
-            if self._blocks.holdings.free_bytes(tier) >= size_bytes:
-                self._store(attrs.evolve(storing, tier=tier))
-                return
-        self._arriving.discard(storing.block)
-        if storing.request_id is not None:
-            self._work.free(storing.buffer)
-            self._work.emit(refuse(storing.request_id, _NOT_NOW if failed.takes_nothing else _FULL))
-        else:
-            self._news.append(BlockNotAdded(storing.ticket, storing.stored.name))
-
-    def _learn_order(self, storing: _Storing) -> None:
-        """Take it that what a client stores one after the other is in the order of a prompt."""
-        name = storing.stored.name
-        place = (storing.client, name.compat_id, name.scope_id)
-        before = self._last_stored.get(place)
-        if before is not None:
-            self._blocks.holdings.in_order((before, storing.block))
-        self._last_stored.pop(place, None)
-        self._last_stored[place] = storing.block
-        if len(self._last_stored) > _REMEMBERED_CLIENTS:
-            del self._last_stored[next(iter(self._last_stored))]
-
-    def _give_up(self, request_id: int) -> None:
-        """Keep nothing of a block that did not arrive whole; its key is free again."""
-        incoming = self._incoming.pop(request_id, None)
-        if incoming is not None:
-            self._arriving.discard(incoming.block)
-            self._work.free(incoming.buffer)
 
     # Leases
 
@@ -565,7 +403,7 @@ class Holder:
     # What ends
 
     def _ended(self, item: RequestEnded, now_ms: int) -> None:
-        self._give_up(item.request_id)
+        self._arrivals.give_up(item.request_id)
         granted = self._granted.pop(item.request_id, None)
         if granted is not None and not item.complete and not item.sent_bytes:
             client, lease = granted  # the client never heard of it
@@ -587,8 +425,8 @@ class Holder:
         match purpose:
             case _Reading():
                 self._read(purpose, outcome, now_ms)
-            case _Storing():
-                self._written(purpose, outcome, now_ms)
+            case Storing():
+                self._arrivals.job_ended(purpose, outcome, now_ms)
             case MoveRead() | MoveStore():
                 self._blocks.moves.job_ended(purpose, outcome, now_ms)
             case _Loading(tier):
@@ -596,7 +434,7 @@ class Holder:
                 self._blocks.holdings.open(tier)
                 catalogue = outcome.catalogue if isinstance(outcome, JobDone) else ()
                 for stored in catalogue:
-                    if id_of(stored.name) in self._arriving:  # in a tier that was listed before
+                    if id_of(stored.name) in self._arrivals:  # in a tier that was listed before
                         self._work.emit(Drop(stored.name, tier))
                     else:
                         self._blocks.restore(stored, tier, now_ms)
@@ -638,20 +476,14 @@ class Holder:
 
         The buffer stays the caller's until then.
         """
-        self._tickets += 1
-        ticket, block = self._tickets, id_of(name)
-        stored = StoredBlock(name, header, layer_digests, repr_digest)
-        if block in self._blocks.holdings:
-            self._news.append(BlockAdded(ticket, name))
-            return ticket, ()
-        absent = self._blocks.is_absent(block, now_ms) and block not in self._arriving
-        possible = absent and self._fits(stored)
-        tier = self._blocks.make_room(header.size_bytes, now_ms) if possible else None
-        if tier is None:
-            self._news.append(BlockNotAdded(ticket, name))
-        else:
-            self._arriving.add(block)
-            self._store(_Storing(block, stored, tier, buffer, ticket=ticket))
+        ticket = self._arrivals.add(
+            name,
+            buffer,
+            header=header,
+            layer_digests=layer_digests,
+            repr_digest=repr_digest,
+            now_ms=now_ms,
+        )
         self._blocks.settle(now_ms)
         return ticket, self._work.take()
 
@@ -663,8 +495,7 @@ class Holder:
 
     def take_news(self) -> tuple[News, ...]:
         """Return what has happened since the last time."""
-        added, self._news = tuple(self._news), []
-        return (*added, *map(BlockGone, self._blocks.take_gone()))
+        return (*self._arrivals.take_news(), *map(BlockGone, self._blocks.take_gone()))
 
 
 def _unavailable(header: ContainerHeader, operation: GetBlock | HeadBlock) -> Problem | None:

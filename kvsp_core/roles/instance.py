@@ -331,7 +331,7 @@ class Instance:
             for each in news:
                 self._prefetches.take_news(each, now_ms)
                 self._loads.take_news(each, now_ms)
-                self._copies.take_news(each, now_ms)
+                self._copies.take_news(each)
             ended = (*self._prefetches.take_ended(), *self._loads.take_ended())
             for directive in ended:
                 if not self._shards.load_ended(directive, now_ms):

@@ -205,7 +205,7 @@ class Copies:
             self._put(purpose.run, purpose.name, purpose.buffer, item.header.size_bytes)
         return purpose.run[0]
 
-    def take_news(self, news: News, now_ms: int) -> None:
+    def take_news(self, news: News) -> None:
         """Take in what the holder beside says of a block."""
         if isinstance(news, BlockGone):
             return

@@ -138,8 +138,6 @@ class Shards:
         close_session: Callable[[int], None],
         random_bytes: Callable[[int], bytes],
         load_ms: int,
-        max_maps: int = MAX_INSTANCE_SHARD_MAPS,
-        max_remembered: int = MAX_REMEMBERED_SHARD_MAPS,
     ) -> None:
         self._work = work
         self._blocks = blocks
@@ -151,8 +149,6 @@ class Shards:
         self._close_session = close_session
         self._random_bytes = random_bytes
         self._load_ms = load_ms
-        self._max_maps = max_maps
-        self._max_remembered = max_remembered
         self._shards: dict[str, _Shard] = {}
         # Of them those that nothing is held of, the one heard of longest ago first: only the highest version
         # that was seen is remembered, so that a plan that comes late is refused.
@@ -187,7 +183,7 @@ class Shards:
     def _refusal(self, shard: _Shard, plan: ReshardPlan, now_ms: int) -> Problem | None:
         """Return why a plan cannot be taken for what it is about."""
         if isinstance(shard.state, member.Outside):
-            if self._taking_part >= self._max_maps:
+            if self._taking_part >= MAX_INSTANCE_SHARD_MAPS:
                 return Problem(UNAVAILABLE, "the instance takes part in as many maps as it can")
         elif not shard.continues(plan):
             return Problem(PLAN_CONFLICT, "the plan is for another context than what is held here")
@@ -319,7 +315,7 @@ class Shards:
         if state != member.Outside():
             self._shards[map_id] = _Shard(map_id, state)
             self._outside[map_id] = None
-        while len(self._outside) > self._max_remembered:
+        while len(self._outside) > MAX_REMEMBERED_SHARD_MAPS:
             forgotten = next(iter(self._outside))
             del self._outside[forgotten], self._shards[forgotten]
 

@@ -109,7 +109,6 @@ class Publisher:
         descriptor_of: Callable[[str], CompatibilityDescriptor | None],
         random_bytes: Callable[[int], bytes],
         ttl_ms: int = REPLICA_TTL_MS,
-        max_calls: int = MAX_INDEX_CALLS,
     ) -> None:
         self._work = work
         self._holder_id = component_id(holder)
@@ -119,7 +118,6 @@ class Publisher:
         self._random_bytes = random_bytes
         self.ttl_ms = ttl_ms
         """What records are to be granted; holds from the next refresh on."""
-        self._max_calls = max_calls
         self._stopped = False
         self._entries: dict[str, _Entry] = {}
         self._parts = {uri: _Part() for uri in self._index.uris}
@@ -301,7 +299,7 @@ class Publisher:
             self._send_to(part, now_ms)
 
     def _send_to(self, part: _Part, now_ms: int) -> None:
-        while part.calls < self._max_calls:
+        while part.calls < MAX_INDEX_CALLS:
             if part.withdrawals:
                 block = part.withdrawals.popleft()
                 entry = self._entries.get(block)

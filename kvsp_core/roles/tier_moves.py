@@ -79,7 +79,6 @@ class TierMoves:
         in_use: Callable[[str], bool],
         moved: Callable[[str, int, bool], None],
         lost: Callable[[str, int], None],
-        max_moves: int = MAX_TIER_MOVES,
     ) -> None:
         self._work = work
         self._holdings = holdings
@@ -87,7 +86,6 @@ class TierMoves:
         self._in_use = in_use
         self._moved = moved
         self._lost = lost
-        self._max_moves = max_moves
         self._moves: dict[str, _Move] = {}
         self._leaving_bytes: dict[str, int] = {}  # tier -> what is on its way out of it
         self._rests_until_ms: dict[str, int] = {}
@@ -102,7 +100,7 @@ class TierMoves:
         """Move down what would be missed least, where a tier is as good as full."""
         for tier in self._holdings.tiers[:-1]:
             wanted = self._holdings.limits(tier).capacity_bytes // _FREE_SHARE
-            while len(self._moves) < self._max_moves and self._free_soon(tier) < wanted:
+            while len(self._moves) < MAX_TIER_MOVES and self._free_soon(tier) < wanted:
                 block = self._holdings.coldest(tier)
                 if block is None or not self._move_down(block, tier, now_ms):
                     break
@@ -131,7 +129,7 @@ class TierMoves:
         """Move a block that was read whole into a buffer to a faster tier with room; return whether it moves.
         Then the buffer is given back here."""
         found = self._holdings.get(block)
-        if found is None or block in self._moves or len(self._moves) >= self._max_moves:
+        if found is None or block in self._moves or len(self._moves) >= MAX_TIER_MOVES:
             return False
         stored, tier = found
         for faster in self._holdings.tiers[: self._holdings.tiers.index(tier)]:

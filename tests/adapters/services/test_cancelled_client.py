@@ -128,7 +128,7 @@ def play(kind: Kind, place: Place, steps: Steps) -> int:
                     await Client(network, place.credentials("client"), place.uri).work()
             steps.scope = None
             await until(lambda: served.connections == 0)
-            await until(lambda: not (holder._incoming or holder._arriving or holder._reading))
+            await until(lambda: not (holder._arrivals._arriving or holder._reading))
             assert not served.driver._requests
             assert not served.driver._calls
             assert not served.driver._buffers

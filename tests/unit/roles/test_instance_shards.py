@@ -70,9 +70,12 @@ def test_a_late_plan_is_refused_also_of_a_map_that_was_only_aborted() -> None:
     assert world.status_of(late) == 409
 
 
-def test_maps_that_nothing_is_held_of_are_remembered_up_to_a_limit_and_take_no_room() -> None:
+def test_maps_that_nothing_is_held_of_are_remembered_up_to_a_limit_and_take_no_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvsp_core.roles.instance_shards.MAX_INSTANCE_SHARD_MAPS", 1)
+    monkeypatch.setattr("kvsp_core.roles.instance_shards.MAX_REMEMBERED_SHARD_MAPS", 3)
     world = World()
-    shards(world)._max_maps, shards(world)._max_remembered = 1, 3
     for number in range(9):
         assert abort(world, f"m{number}") == 200
     assert list(shards(world)._shards) == ["m6", "m7", "m8"]

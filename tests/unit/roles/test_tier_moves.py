@@ -32,7 +32,7 @@ def fill(loop: Loop, count: int, first: int = 0) -> None:
     """Store so many blocks, none of which follows another."""
     for number in range(first, first + count):
         assert loop.put(K[number]) == 201
-        loop.holder._last_stored.clear()
+        loop.holder._arrivals._last_stored.clear()
 
 
 def numbers_in(loop: Loop, tier: str) -> set[int]:
