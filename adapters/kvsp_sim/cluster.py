@@ -5,6 +5,7 @@ its own.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
@@ -15,6 +16,8 @@ from kvsp_core.heads import Response
 from kvsp_core.identity import CompatibilityDescriptor, Scope
 from kvsp_core.machines.fleet import Fleet
 from kvsp_core.machines.lease import LeaseTable
+from kvsp_core.machines.placement import Candidate, LowestCost
+from kvsp_core.machines.replica_index import ReplicaIndex
 from kvsp_core.machines.session import SessionTimes
 from kvsp_core.records import Link
 from kvsp_core.resources import RoleName
@@ -40,6 +43,7 @@ from kvsp_sim.operators import Operator, Resharding
 from kvsp_sim.overheard import Places
 from kvsp_sim.properties import Properties
 from kvsp_sim.randomness import Randomness
+from kvsp_sim.scarcity import Scarcity
 from kvsp_sim.strangers import Stranger
 from kvsp_sim.trace import Trace
 from kvsp_sim.users import Users
@@ -153,7 +157,14 @@ class SimulatedCluster:
         # Room for few blocks or many, and for few leased ones.
         block = ContainerHeader.for_layers(self._descriptor)
         self._capacity_bytes = block.size_bytes * random.pick((5, 10, 40))
+        # Where instances have less, what others keep is loaded again.
+        self._own_bytes = min(
+            self._capacity_bytes, block.size_bytes * self._random.split("room").pick((3, 40, 40))
+        )
         self._quota_bytes = block.data_bytes * random.pick((8, 30, 200))
+        self._scarcity = Scarcity.drawn(self._random.split("scarcity"))
+        # Where requests are spread, blocks are loaded from others.
+        self._spreads = self._random.split("placement").chance(0.5)
         keys = tuple(random.octets(32) for _ in range(4))
         self._scopes = tuple(map(Scope, keys[:3]))
         self._elsewhere = Scope(keys[3])
@@ -188,7 +199,7 @@ class SimulatedCluster:
         for process in self.cluster.processes.values():
             process.set_clock(draw_clock(process.randomness))
             process.start()
-        self._make_a_liar()
+        self._make_liars()
         self._wear_out_a_disk()
         self._chaos = Chaos(
             self.cluster,
@@ -198,13 +209,14 @@ class SimulatedCluster:
             self.world.randomness.split("faults"),
             mean_us=self._random.pick((5_000, 15_000, 50_000)),
             persisting=("controller",),
+            keeping=tuple(host.name for host in self.cluster.hosts.values() if host.tiers),
         )
 
-    def _make_a_liar(self) -> None:
-        """Have the first holder serve other octets than its records say, with a digest that fits them."""
+    def _make_liars(self) -> None:
+        """Have holders and instances serve other octets than their records say, with a digest that fits
+        them."""
         random = self._random.split("liar")
-        names = self._names.holders
-        if self.options.faults == "none" or not names or not random.chance(0.3):
+        if self.options.faults == "none" or not random.chance(0.5):
             return
 
         def lie(body: bytes, response: Response) -> tuple[bytes, Response]:
@@ -214,7 +226,9 @@ class SimulatedCluster:
             wrong = rotten(body, random)
             return wrong, attrs.evolve(response, repr_digest=hashlib.sha256(wrong).hexdigest())
 
-        self.cluster.hosts[names[0]].lies = lie
+        for base_uri in self._places.keepers:
+            if random.chance(0.4):
+                self.cluster.hosts[base_uri].lies = lie
 
     def _wear_out_a_disk(self) -> None:
         """Have the tiers of an instance give out wrong octets all along, whatever else happens."""
@@ -349,7 +363,7 @@ class SimulatedCluster:
                 process.randomness.split(tier),
                 faults,
                 name=tier,
-                capacity_bytes=self._capacity_bytes,
+                capacity_bytes=self._own_bytes if engine else self._capacity_bytes,
                 survives=tier == LOCAL,
             )
             for tier in ((HOST, LOCAL) if tiers else ())
@@ -390,7 +404,9 @@ class SimulatedCluster:
         return known
 
     def _index(self, policy: Policy, start: Start) -> Role:
-        return Index(base_uri=INDEX, policy=policy, descriptors=self._descriptors())
+        scarcity = self._scarcity
+        table = ReplicaIndex(max_keys=scarcity.lookup_keys, client_bytes=scarcity.index_client_bytes)
+        return Index(base_uri=INDEX, policy=policy, replica_index=table, descriptors=self._descriptors())
 
     def _controller(self, policy: Policy, start: Start) -> Role:
         times = self._times
@@ -400,6 +416,8 @@ class SimulatedCluster:
             descriptors={self._descriptor.compat_id: self._descriptor},
             default_service_us=100_000,
             call_timeout_ms=times.call_ms,
+            max_lookup_keys=self._scarcity.lookup_keys,
+            policy=_Spread(start.random_bytes) if self._spreads else LowestCost(),
         )
         settings = ControllerSettings(
             placement=placement,
@@ -410,6 +428,8 @@ class SimulatedCluster:
             prefetch_lease_ms=times.lease_ms,
             call_timeout_ms=times.call_ms,
             placement_wait_ms=1_000,
+            max_sessions=self._scarcity.sessions,
+            max_pending_placements=self._scarcity.pending_placements,
         )
         return Controller(
             base_uri=CONTROLLER,
@@ -423,7 +443,9 @@ class SimulatedCluster:
     def _holder_of(
         self, policy: Policy, base_uri: str, start: Start, numbers: Numbers | None = None
     ) -> Holder:
-        limits = TierLimits(capacity_bytes=self._capacity_bytes, read_mbit_per_s=1_000)
+        # Numbers are shared with the instance beside.
+        capacity_bytes = self._capacity_bytes if numbers is None else self._own_bytes
+        limits = TierLimits(capacity_bytes=capacity_bytes, read_mbit_per_s=1_000)
         return Holder(
             base_uri=base_uri,
             policy=policy,
@@ -437,9 +459,11 @@ class SimulatedCluster:
                 now_ms=start.now_ms,
                 max_ttl_ms=self._times.lease_ms,
                 quota_bytes=self._quota_bytes,
+                max_leases=self._scarcity.leases_per_client,
             ),
             descriptors=self._descriptors(),
             numbers=numbers,
+            max_incoming=self._scarcity.incoming_blocks,
         )
 
     def _holder(self, policy: Policy, base_uri: str, start: Start) -> Role:
@@ -463,6 +487,7 @@ class SimulatedCluster:
             index_uris=(INDEX,),
             epoch=start.wall_ms + start.life,
             copy_holder=names.holders[number % len(names.holders)] if names.holders else None,
+            batch_size=self._scarcity.batch_size,
             prefill_tokens_per_s=1_000_000 // self._pace.token_us,
             decode_tokens_per_s=max(1, 1_000_000 // self._pace.decode_us),
             links=tuple(
@@ -476,6 +501,7 @@ class SimulatedCluster:
             call_timeout_ms=times.call_ms,
             fetch_timeout_ms=2 * times.call_ms,
             session_kept_ms=5_000,
+            prefetch=self._scarcity.prefetch,
         )
         return Instance(
             settings,
@@ -539,6 +565,18 @@ def _near(names: tuple[str, ...], number: int) -> tuple[str, ...]:
     """Return a few of many, others for each number: no instance has a link to everybody."""
     start = number % len(names) if len(names) > _NEIGHBOURS else 0
     return (*names[start:], *names[:start])[:_NEIGHBOURS]
+
+
+@attrs.frozen
+class _Spread:
+    """A policy of an embedder: any instance that may take the request, whatever it costs."""
+
+    random_bytes: Callable[[int], bytes] = attrs.field(repr=False)
+
+    def choose(self, candidates: Sequence[Candidate]) -> Candidate | None:
+        """Return one of the candidates, or None where none may take the request."""
+        allowed = [candidate for candidate in candidates if not candidate.refused]
+        return allowed[self.random_bytes(1)[0] % len(allowed)] if allowed else None
 
 
 class _Names:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Mapping
+from typing import Final
 
 import attrs
 
@@ -14,6 +16,10 @@ from kvsp_sim.randomness import Randomness
 from kvsp_sim.world import World
 
 __all__ = ["DurableStore", "StorageFaults", "Tier", "apply_write", "catalogue", "rotten"]
+
+_FRESH: Final = 4
+"""How many of the last containers of a tier may not have been synchronised yet."""
+_TORN: Final = 0.2
 
 
 @attrs.define(kw_only=True)
@@ -62,8 +68,10 @@ def apply_write(stored: Stored, write: Write) -> None:
 
 
 class DurableStore:
-    """What a role persisted. Writes become durable in order, each group as a whole, after a delay; `written`
-    is told of each group once it is.
+    """What a role persisted. Writes become durable in order, each group as a whole, after a delay.
+
+    Of a group that could not be made durable a restart shows whether it is all the same. `written` is told
+    what has become durable.
     """
 
     def __init__(
@@ -92,15 +100,9 @@ class DurableStore:
     def _commit(self, life: int, fails: bool, done: Callable[[bool], None]) -> None:
         if life != self._life:
             return
-        writes = self._pending.pop(0)
         if not fails:
-            self._apply(writes)
+            self._apply(self._pending.pop(0))
         done(not fails)
-
-    def _apply(self, writes: tuple[Write, ...]) -> None:
-        for write in writes:
-            apply_write(self._durable, write)
-        self._written(writes)
 
     def crash(self) -> None:
         """Lose power: of the groups under way some became durable, in order, and nobody was told."""
@@ -109,6 +111,11 @@ class DurableStore:
             self._apply(writes)
         self._pending.clear()
         self._free_us = 0
+
+    def _apply(self, writes: tuple[Write, ...]) -> None:
+        for write in writes:
+            apply_write(self._durable, write)
+        self._written(writes)
 
     def load(self) -> Stored:
         """Return a copy of what is durable."""
@@ -138,14 +145,20 @@ class Tier:
         self._random = random
         self._faults = faults
         self._survives = survives
-        self._fresh: dict[BlockName, bytes] = {}
+        self._under_way: dict[BlockName, bytes] = {}
+        self._fresh: deque[BlockName] = deque(maxlen=_FRESH)
 
     def delay_us(self) -> int:
         """Return how long the next job takes."""
         return self._faults.delay_us(self._random)
 
+    def begin(self, name: BlockName, container: bytes) -> None:
+        """Begin to write a container, which `store` ends."""
+        self._under_way[name] = container
+
     def store(self, name: BlockName, container: bytes) -> JobFault | None:
         """Keep a container; return why it is not kept."""
+        self._under_way.pop(name, None)
         if self._faults.job_fails and self._random.chance(self._faults.job_fails):
             return JobFault.BROKEN
         size = len(container) - len(self.blocks.get(name, b""))
@@ -157,6 +170,7 @@ class Tier:
             return None
         self.blocks[name] = container
         self.used_bytes += size
+        self._fresh.append(name)
         return None
 
     def read(self, name: BlockName) -> bytes | JobFault:
@@ -182,10 +196,24 @@ class Tier:
         self.used_bytes -= len(self.blocks.pop(name, b""))
 
     def crash(self) -> None:
-        """Lose power: memory is empty, storage keeps what it had."""
+        """Lose power: memory is empty, storage keeps what it had, but for what was not synchronised.
+
+        Of what was written last, some is torn, which is found when the tier is listed; of what was under way,
+        some is there, which nobody was told.
+        """
         if not self._survives:
             self.blocks.clear()
             self.used_bytes = 0
+        for name in self._fresh:
+            if self._random.chance(_TORN):
+                self.drop(name)
+        under_way = self._under_way.items() if self._survives else ()
+        for name, container in under_way:
+            if self._random.chance(0.5) and self.used_bytes + len(container) <= self.capacity_bytes:
+                self.blocks[name] = container
+                self.used_bytes += len(container)
+        self._fresh.clear()
+        self._under_way.clear()
         self.forgotten.clear()
 
 

@@ -49,7 +49,8 @@ class Chaos:
     """Lets faults happen in a cluster, until `heal`.
 
     `storage` gives the storage faults of each process; `mean_us` is the mean time between two faults.
-    `persisting` names the processes that keep something durable: they are hit more often.
+    `persisting` names the processes that keep something durable: they are hit more often. `keeping` names
+    those that keep blocks.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Chaos:
         mean_us: int,
         spared: frozenset[str] = frozenset(),
         persisting: tuple[str, ...] = (),
+        keeping: tuple[str, ...] = (),
     ) -> None:
         self._cluster = cluster
         self._world = cluster.world
@@ -88,12 +90,12 @@ class Chaos:
             "pause": self._pause,
             "late": lambda: self._storage_fault("late", 0.5),
             "persist-fails": lambda: self._storage_fault("persist_fails", 0.2, self._persisting),
-            "job-fails": lambda: self._storage_fault("job_fails", 0.3),
-            "rots": lambda: self._storage_fault("rots", 0.5),
-            "noticed": lambda: self._storage_fault("noticed", 0.5),
-            "swapped": lambda: self._storage_fault("swapped", 0.5),
-            "forgotten": lambda: self._storage_fault("forgotten", 0.5),
-            "full": lambda: self._storage_fault("full", 1.0),
+            "job-fails": lambda: self._storage_fault("job_fails", 0.3, keeping),
+            "rots": lambda: self._storage_fault("rots", 0.5, keeping),
+            "noticed": lambda: self._storage_fault("noticed", 0.5, keeping),
+            "swapped": lambda: self._storage_fault("swapped", 0.5, keeping),
+            "forgotten": lambda: self._storage_fault("forgotten", 0.5, keeping),
+            "full": lambda: self._storage_fault("full", 1.0, keeping),
         }
         self._next()
 

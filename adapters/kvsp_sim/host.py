@@ -466,8 +466,9 @@ class Host:
     # Blocks
 
     def _store(self, effect: Store) -> None:
-        octets = self.buffers[effect.buffer]
-        self.later(self.tiers[effect.tier].delay_us(), self._stored, effect, octets)
+        octets, tier = self.buffers[effect.buffer], self.tiers[effect.tier]
+        tier.begin(effect.name, octets)
+        self.later(tier.delay_us(), self._stored, effect, octets)
 
     def _stored(self, effect: Store, octets: bytes) -> None:
         fault = self.tiers[effect.tier].store(effect.name, octets)

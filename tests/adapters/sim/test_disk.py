@@ -88,6 +88,44 @@ def test_memory_is_empty_after_a_crash(survives: bool, left: int) -> None:
     assert len(catalogue(kept.blocks)) == left
 
 
+def test_a_crash_tears_what_was_written_last_and_keeps_some_of_what_was_under_way() -> None:
+    left = set()
+    for seed in range(60):
+        kept = Tier(World(1), Randomness(seed), StorageFaults(), name="t", capacity_bytes=1000, survives=True)
+        kept.store(NAME, container(1))
+        kept.begin(OTHER, container(2))
+        kept.crash()
+        assert kept.used_bytes == sum(map(len, kept.blocks.values()))
+        left.add(frozenset(kept.blocks))
+        kept.crash()
+        assert frozenset(kept.blocks) in left  # what has lasted through a restart is synchronised
+    assert left == {frozenset(names) for names in ((), (NAME,), (OTHER,), (NAME, OTHER))}
+
+
+def test_a_tier_in_memory_keeps_nothing_of_what_was_under_way() -> None:
+    for seed in range(10):
+        kept = Tier(
+            World(1), Randomness(seed), StorageFaults(), name="t", capacity_bytes=1000, survives=False
+        )
+        kept.begin(NAME, container(1))
+        kept.crash()
+        assert kept.blocks == {}
+
+
+def test_writes_that_failed_may_be_there_after_the_restart_and_who_asks_is_told() -> None:
+    kept = set()
+    for seed in range(20):
+        world, told = World(seed), list[object]()
+        store = DurableStore(world, Randomness(seed), StorageFaults(persist_fails=1.0), told.append)
+        store.persist((Put("t", "a", b"1"),), lambda _: None)
+        world.run()
+        assert (store.load(), told) == ({}, [])
+        store.crash()
+        assert told == ([(Put("t", "a", b"1"),)] if "t" in store.load() else [])
+        kept.add("t" in store.load())
+    assert kept == {False, True}
+
+
 def test_what_rots_keeps_its_form() -> None:
     kept = tier(StorageFaults(rots=1.0))
     kept.store(NAME, container(1))
