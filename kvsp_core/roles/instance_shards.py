@@ -72,6 +72,8 @@ class _LoadFor:
 @attrs.frozen
 class _AttendFor:
     request_id: int
+    map_id: str
+    version: int
 
 
 Purpose: TypeAlias = _ReadFor | _LoadFor | _AttendFor
@@ -245,9 +247,21 @@ class Shards:
         if problem is not None:
             self._work.emit(refuse(request_id, problem))
             return
-        job = self._work.job(_AttendFor(request_id))
+        job = self._work.job(_AttendFor(request_id, map_id, body.version))
         held = joined(self._tokens(shard, block) for block in shard.wanted)
         self._work.emit(engine.Attend(job, map_id, body.layer, held, body.queries))
+
+    def _attended(self, step: _AttendFor, item: JobDone | JobFailed) -> None:
+        """Answer a step, unless the map has gone over to another version while it was computed."""
+        shard = self._shards.get(step.map_id)
+        problem = member.refuse_step(shard.state if shard else member.Outside(), step.version)
+        if problem is not None:
+            self._work.emit(refuse(step.request_id, problem))
+        elif isinstance(item, JobFailed):
+            self._work.emit(refuse(step.request_id, Problem(UNAVAILABLE, "the engine failed; try again")))
+        else:
+            response, octets = json_response(item.data)
+            self._work.emit(Respond(step.request_id, response, octets))
 
     def _unfit(self, shard: _Shard, body: AttendRequest) -> Problem | None:
         """Return what of a question does not fit the model, as far as its descriptor tells."""
@@ -475,12 +489,7 @@ class Shards:
     def job_ended(self, purpose: Purpose, item: JobDone | JobFailed, now_ms: int) -> None:
         """Take in how a job of a shard has ended."""
         if isinstance(purpose, _AttendFor):
-            if isinstance(item, JobFailed):
-                problem = Problem(UNAVAILABLE, "the engine failed; try again")
-                self._work.emit(refuse(purpose.request_id, problem))
-            else:
-                response, octets = json_response(item.data)
-                self._work.emit(Respond(purpose.request_id, response, octets))
+            self._attended(purpose, item)
             return
         shard = self._shards.get(purpose.map_id)
         wanted = shard is not None and shard.lacks(purpose.block)

@@ -537,6 +537,24 @@ def test_a_shard_attends_once_it_is_in_the_engine() -> None:
     assert world.status_of(nothing) in (403, 404)
 
 
+@pytest.mark.requirement("RS-6")
+@pytest.mark.parametrize("retain", [((0, 8),), ()])
+def test_a_step_is_not_answered_after_its_version_is_over(retain: tuple[tuple[int, int], ...]) -> None:
+    world = World()
+    world.ask(PC, ReshardGroup(), plan(4, 5, fetch=(FetchRange(tokens=(0, 8), from_=HOLDER),)))
+    world.load(*KEYS)
+    world.ask(PC, ReshardGroup(), ReshardCommit(map="m", commit=5))
+    world.run_jobs()
+    for each in world.of(engine.LoadShard):
+        world.do(JobDone(each.job_id))
+    asked, _ = world.ask(ME, Attend("m"), AttendRequest(version=5, layer=0, queries=b"\0" * 32))
+    (command,) = world.of(engine.Attend)
+    world.ask(PC, ReshardGroup(), plan(5, 6, retain=retain, release=() if retain else ((0, 8),)))
+    world.ask(PC, ReshardGroup(), ReshardCommit(map="m", commit=6))
+    world.do(JobDone(command.job_id, data=b"{}"))
+    assert world.status_of(asked) == 409
+
+
 def test_a_shard_attends_over_its_complete_blocks_where_its_end_is_open() -> None:
     world = World()
     open_end = plan(4, 5, fetch=(FetchRange(tokens=(0, 8), from_=HOLDER),), assign=((8, 11),))
