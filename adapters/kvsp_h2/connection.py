@@ -39,6 +39,7 @@ from kvsp_h2.frames import (
     Buffer,
     Fault,
     FrameReader,
+    code_name,
     goaway,
     header_frames,
     rst_stream,
@@ -46,6 +47,7 @@ from kvsp_h2.frames import (
 )
 from kvsp_h2.heads import HeadDecoder, HeadEncoder, ReceivedHead
 from kvsp_h2.limits import WireLimits
+from kvsp_h2.liveness import Liveness, Verdict
 from kvsp_h2.sending import DEFAULT_WINDOW, Sender
 from kvsp_h2.state import start_protocol
 
@@ -59,7 +61,6 @@ _WORTH_PLACING_BYTES: Final = 32 << 10
 DRAIN_PING: Final = b"drain..."
 _ALIVE_PING: Final = b"alive..."
 _SMALL_INCREMENT: Final = 1024
-_CODES: Final = frozenset(int(code) for code in ErrorCodes)
 
 
 class Connection:
@@ -108,12 +109,8 @@ class Connection:
         self._resets = Budget(limits.resets_burst, limits.resets_per_s, now_ms)
         self._chatter = Budget(limits.control_burst, limits.control_per_s, now_ms)
         self._look_due_ms: int | None = None
-        self._received_ms = self._idle_since_ms = now_ms
-        self._ping_sent_ms: int | None = None
-        self._awaits = False
-        """Whether a request has gone out since the peer was last heard of."""
-        self.in_doubt = False
-        """Whether a server was asked if it is there, and has let some time pass since."""
+        self._idle_since_ms = now_ms
+        self._life = Liveness(now_ms, limits, doubts=self._CLIENT)
         self._under_way = self._reader.under_way
         self._head_due_ms: int | None = now_ms + limits.head_ms
         self._drain_due_ms: int | None = None
@@ -147,7 +144,8 @@ class Connection:
         if self._ended:
             return taken
         self._now_ms = now_ms
-        self._note_life()
+        if self._life.hear(now_ms):
+            self._events.append(DoubtChanged())
         try:
             taken = self._read(view)
         except Fault as fault:
@@ -175,7 +173,8 @@ class Connection:
     def receive_placed(self, size_bytes: int, now_ms: int) -> None:
         """Take note of so many octets that were put into the memory from `place`."""
         self._now_ms = now_ms
-        self._note_life()
+        if self._life.hear(now_ms):
+            self._events.append(DoubtChanged())
         self._reader.receive_placed(size_bytes)
 
     def receive_eof(self, now_ms: int) -> None:
@@ -485,7 +484,7 @@ class Connection:
         self._count_reset()
         exchange.was_reset = True
         refused = self._CLIENT and code == ErrorCodes.REFUSED_STREAM and not exchange.head_received
-        self._finish(exchange, reason=f"reset by the peer: {_name(code)}", unprocessed=refused)
+        self._finish(exchange, reason=f"reset by the peer: {code_name(code)}", unprocessed=refused)
 
     def _receive_goaway(self, last_stream_id: int, code: int) -> None:
         if self._peer_left:
@@ -494,7 +493,7 @@ class Connection:
             self._peer_left = True
             self._events.append(GoingAway())
         if code:
-            self._parting_words = f"the peer ended the connection: {_name(code)}"
+            self._parting_words = f"the peer ended the connection: {code_name(code)}"
         if self._CLIENT:
             for exchange in [e for i, e in self._exchanges.items() if i > last_stream_id]:
                 reason = self._parting_words or "the server is going away"
@@ -617,17 +616,16 @@ class Connection:
 
     # Time ------------------------------------------------------------------------------------------------
 
+    @property
+    def in_doubt(self) -> bool:
+        """Whether a server was asked if it is there, and has let some time pass since."""
+        return self._life.in_doubt
+
     def next_deadline_ms(self) -> int | None:
         """Return when `handle_timer` is next to be called; None where nothing is pending."""
         if self._ended:
             return None if self._dropped else self._drop_due_ms
-        asked_ms = self._ping_sent_ms
-        if asked_ms is None:
-            due = self._ask_due_ms()
-        else:
-            due = self._give_up_due_ms(asked_ms)
-            if self._CLIENT and not self.in_doubt:
-                due = min(due, asked_ms + self._limits.doubt_ms)
+        due = self._life.next_deadline_ms()
         if not self._exchanges:
             due = min(due, self._idle_since_ms + self._limits.idle_ms)
         others = (self._look_due_ms, self._head_due_ms, self._goaway_due_ms, self._drain_due_ms)
@@ -675,39 +673,16 @@ class Connection:
             exchange.moved = False
         self._look_due_ms = now_ms + self._limits.idle_body_ms if self._exchanges else None
 
-    def _note_life(self) -> None:
-        """Take note that the peer is there."""
-        self._received_ms = self._now_ms
-        self._ping_sent_ms = None
-        self._awaits = False
-        if self.in_doubt:
-            self._doubt(False)
-
-    def _doubt(self, in_doubt: bool) -> None:
-        self.in_doubt = in_doubt
-        self._events.append(DoubtChanged())
-
-    def _ask_due_ms(self) -> int:
-        """Return when a peer that stays silent is to be asked whether it is there."""
-        limits = self._limits
-        return self._received_ms + (min(limits.doubt_ms, limits.ping_ms) if self._awaits else limits.ping_ms)
-
-    def _give_up_due_ms(self, asked_ms: int) -> int:
-        """Return when a peer that stays silent is to be given up: no sooner where it was asked early."""
-        return max(asked_ms, self._received_ms + self._limits.ping_ms) + self._limits.ping_timeout_ms
-
     def _look_for_life(self, now_ms: int) -> None:
         if self._ended:
             return
-        asked_ms = self._ping_sent_ms
-        if asked_ms is None:
-            if now_ms >= self._ask_due_ms():
-                self._ping_sent_ms = now_ms
-                self._h2.ping(_ALIVE_PING)
-        elif now_ms >= self._give_up_due_ms(asked_ms):
+        verdict = self._life.look(now_ms)
+        if verdict is Verdict.ASK:
+            self._h2.ping(_ALIVE_PING)
+        elif verdict is Verdict.DOUBT:
+            self._events.append(DoubtChanged())
+        elif verdict is Verdict.GIVE_UP:
             self._end("the peer does not answer")
-        elif self._CLIENT and not self.in_doubt and now_ms >= asked_ms + self._limits.doubt_ms:
-            self._doubt(True)
         if not self._exchanges and now_ms >= self._idle_since_ms + self._limits.idle_ms:
             self.shutdown(now_ms)
 
@@ -721,7 +696,3 @@ class Connection:
 
 def _number(octets: memoryview) -> int:
     return int.from_bytes(octets, "big")
-
-
-def _name(code: int) -> str:
-    return ErrorCodes(code).name if code in _CODES else "an unknown code"

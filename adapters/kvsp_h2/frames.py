@@ -30,6 +30,7 @@ __all__ = [
     "Fault",
     "FrameReader",
     "FrameReceiver",
+    "code_name",
     "data_head",
     "goaway",
     "header_frames",
@@ -55,6 +56,12 @@ _FIXED_LENGTH: Final = {PRIORITY: 5, RST_STREAM: 4, PING: 8, WINDOW_UPDATE: 4}
 _GOAWAY_BYTES: Final = 8
 _ON_STREAMS: Final = frozenset((DATA, HEADERS, PRIORITY, RST_STREAM, PUSH_PROMISE, CONTINUATION))
 _ON_CONNECTION: Final = frozenset((SETTINGS, PING, GOAWAY))
+_CODES: Final = frozenset(int(code) for code in ErrorCodes)
+
+
+def code_name(code: int) -> str:
+    """Return what RFC 9113, 7 calls the error code of an RST_STREAM or GOAWAY frame."""
+    return ErrorCodes(code).name if code in _CODES else "an unknown code"
 
 
 def data_head(stream_id: int, length: int, ends: bool) -> bytes:

@@ -326,7 +326,7 @@ class ClientConnection(Connection):
         stream_id = self._opened_here = self._opened_here + 2 if self._opened_here else 1
         exchange = self._open(stream_id)
         exchange.method = request.method
-        self._awaits = True
+        self._life.awaits = True
         self._send_head(exchange, self._encoder.encode(headers, traceparent), end=ends)
         if not ends:
             self.send_data(stream_id, body, end=end)

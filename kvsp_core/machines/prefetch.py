@@ -22,10 +22,9 @@ from typing import Any, Final, TypeAlias, assert_never
 
 import attrs
 
-from kvsp_core import limits
 from kvsp_core.machines import prefetch_load as load
 from kvsp_core.machines import prefetch_queue
-from kvsp_core.machines.prefetch_directive import Directive, DirectiveState
+from kvsp_core.machines.prefetch_directive import Directive, DirectiveState, PrefetchLimits
 from kvsp_core.machines.prefetch_queue import LoadQueue
 from kvsp_core.machines.table import Table, to
 from kvsp_core.messages import DirectiveStatus, PrefetchDirective
@@ -278,22 +277,6 @@ TABLE: Final = Table(
 
 
 # What the table keeps
-
-
-@attrs.frozen(kw_only=True)
-class PrefetchLimits:
-    """How much an instance takes on for prefetch directives; `kvsp_core.limits` says what happens beyond."""
-
-    concurrent_loads: int = limits.MAX_CONCURRENT_LOADS
-    pending_directives: int = limits.MAX_PENDING_DIRECTIVES
-    pending_blocks: int = limits.MAX_PENDING_BLOCKS
-    directive_blocks: int = limits.MAX_DIRECTIVE_BLOCKS
-    sources_per_block: int = limits.MAX_SOURCES_PER_BLOCK
-    lookup_keys: int = limits.MAX_LOOKUP_KEYS
-    directive_ms: int = limits.MAX_DIRECTIVE_MS
-    kept_ms: int = limits.DIRECTIVE_KEPT_MS
-    kept_blocks: int = limits.MAX_KEPT_BLOCKS
-
 
 _Emit: TypeAlias = Callable[[Effect], None]
 

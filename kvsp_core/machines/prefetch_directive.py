@@ -1,5 +1,5 @@
 """One prefetch directive as an instance keeps it: what is loaded, what it waits for, whose records it has
-(PF-1, PF-7).
+(PF-1, PF-7); and how much an instance takes on for directives.
 
 It decides nothing about other directives or about loading; the table in `prefetch` does.
 """
@@ -14,13 +14,29 @@ from typing import Any, Final
 
 import attrs
 
+from kvsp_core import limits
 from kvsp_core.messages import DirectiveStatus, PrefetchBlock, PrefetchDirective
 from kvsp_core.records import ReplicaRecord
 
-__all__ = ["Directive", "DirectiveState"]
+__all__ = ["Directive", "DirectiveState", "PrefetchLimits"]
 
 _LOOKUP_BEHIND_A_GAP: Final = 64
 """Keys that are asked for behind a gap, to begin with."""
+
+
+@attrs.frozen(kw_only=True)
+class PrefetchLimits:
+    """How much an instance takes on for prefetch directives; `kvsp_core.limits` says what happens beyond."""
+
+    concurrent_loads: int = limits.MAX_CONCURRENT_LOADS
+    pending_directives: int = limits.MAX_PENDING_DIRECTIVES
+    pending_blocks: int = limits.MAX_PENDING_BLOCKS
+    directive_blocks: int = limits.MAX_DIRECTIVE_BLOCKS
+    sources_per_block: int = limits.MAX_SOURCES_PER_BLOCK
+    lookup_keys: int = limits.MAX_LOOKUP_KEYS
+    directive_ms: int = limits.MAX_DIRECTIVE_MS
+    kept_ms: int = limits.DIRECTIVE_KEPT_MS
+    kept_blocks: int = limits.MAX_KEPT_BLOCKS
 
 
 class DirectiveState(Enum):
