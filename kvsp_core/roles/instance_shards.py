@@ -72,7 +72,7 @@ class _LoadFor:
 @attrs.frozen
 class _AttendFor:
     request_id: int
-    map_id: str
+    map_id: str = attrs.field(repr=False)
     version: int
 
 

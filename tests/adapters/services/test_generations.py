@@ -22,25 +22,27 @@ from kvsp_services.generations import Generations, serve_api
 from kvsp_services.metrics import Metrics
 from kvsp_services.openai_api import Failed, GenerationEvent, GenerationRequest
 from kvsp_services.running_role import MAX_REBUILDS, RunningRole
-from tests.adapters.services.cluster import free_ports
 
 APP = Starlette(routes=[Route("/", lambda request: PlainTextResponse("here"))])
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_it_listens_until_it_is_to_stop(backend: str) -> None:
-    (port,) = free_ports(1)
+    ports: list[int] = []
 
     async def main() -> None:
         listening, stopping = anyio.Event(), anyio.Event()
-        serve = partial(
-            serve_api, APP, host="127.0.0.1", port=port, listening=listening.set, stopping=stopping.wait
-        )
+
+        def listens(port: int) -> None:
+            ports.append(port)
+            listening.set()
+
+        serve = partial(serve_api, APP, host="127.0.0.1", port=0, listening=listens, stopping=stopping.wait)
         async with anyio.create_task_group() as tasks, httpx.AsyncClient() as client:
             tasks.start_soon(partial(serve, on_trio=backend == "trio"))
             with anyio.fail_after(60):
                 await listening.wait()
-                assert (await client.get(f"http://127.0.0.1:{port}/")).text == "here"
+                assert (await client.get(f"http://127.0.0.1:{ports[0]}/")).text == "here"
             stopping.set()
 
     anyio.run(main, backend=backend)
@@ -50,13 +52,13 @@ def test_it_listens_until_it_is_to_stop(backend: str) -> None:
 def test_a_port_that_is_taken_is_one_line(backend: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        said: list[str] = []
+        said: list[int] = []
         serve = partial(
             serve_api,
             APP,
             host="127.0.0.1",
             port=port,
-            listening=lambda: said.append("listening"),
+            listening=said.append,
             stopping=anyio.sleep_forever,
         )
         with pytest.raises(

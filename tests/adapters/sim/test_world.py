@@ -69,10 +69,10 @@ def test_an_answer_waits_until_what_it_rests_on_is_durable(wire: str) -> None:
 
 @pytest.mark.parametrize("wire", WIRES)
 def test_persisting_that_fails_discards_the_role(wire: str) -> None:
+    """Nothing is answered, though a restart may find what was written."""
     toy = Toy(wire=wire)
     toy.storage_faults.persist_fails = 1.0
     toy.world.run(until_us=30_000)
-    assert register_of(toy).value == 0
     assert toy.register.life > 1
     assert heard(toy, AnswerReceived) == []
 
