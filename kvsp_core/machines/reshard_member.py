@@ -275,11 +275,7 @@ def transition(state: State, event: Event, now_ms: int) -> _Result:
         case CommitReceived(version):
             return _commit_received(state, version)
         case AbortReceived(version):
-            if isinstance(state, Loading | Prepared) and version == state.plan.to:
-                after, effects = _given_up(state, Problem(PLAN_CONFLICT, "the plan was aborted"))
-            else:
-                after, effects = attrs.evolve(state, highest=max(state.highest, version)), ()
-            return after, (*effects, Answer())
+            return _abort_received(state, version)
         case Loaded(version):
             if isinstance(state, Loading) and version == state.plan.to:
                 return _prepared(state), (AnswerWaiting(version),)
@@ -396,6 +392,16 @@ def _commit_received(state: State, version: int) -> _Result:
     if isinstance(state, Loading | Prepared) and version < state.plan.to:
         return state, (refusal,)
     return _left_behind(state, version, refusal)
+
+
+def _abort_received(state: State, version: int) -> _Result:
+    """Give up the plan that is aborted, or one before it that is still being loaded: a later
+    version is not planned before it was decided, so nobody waits for it any more."""
+    effects: tuple[Effect, ...] = ()
+    is_over = isinstance(state, Loading) and version > state.plan.to
+    if isinstance(state, Loading | Prepared) and (is_over or version == state.plan.to):
+        state, effects = _given_up(state, Problem(PLAN_CONFLICT, "the plan was aborted"))
+    return attrs.evolve(state, highest=max(state.highest, version)), (*effects, Answer())
 
 
 def _left_behind(state: State, version: int, refusal: Answer) -> _Result:

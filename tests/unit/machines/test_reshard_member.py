@@ -203,6 +203,18 @@ def test_a_late_abort_of_the_first_attempt_does_not_touch_the_second() -> None:
 
 
 @pytest.mark.requirement("RS-6")
+def test_a_plan_that_comes_late_is_given_up_with_the_abort_of_a_later_one() -> None:
+    state, effects = run(OWNER, PlanReceived(GROW), AbortReceived(6))
+    assert state == attrs.evolve(OWNER, highest=6)
+    assert [type(effect) for effect in effects] == [StopLoading, AnswerWaiting, Discard, Answer]
+    assert effects[-1] == Answer()
+    prepared, _ = run(OWNER, PlanReceived(GROW), Loaded(5), AbortReceived(6))
+    assert run(prepared, CommitReceived(5))[0] == Owner(
+        version=5, highest=6, ranges=((0, 48),), mapped_end=48
+    )
+
+
+@pytest.mark.requirement("RS-6")
 def test_a_later_plan_from_the_same_version_replaces_one_whose_abort_was_lost() -> None:
     second = attrs.evolve(GROW, to=6)
     state, effects = run(OWNER, PlanReceived(GROW), Loaded(5), PlanReceived(second))
