@@ -266,8 +266,9 @@ _ALLOWED: Final = MappingProxyType(
 _NO_SESSION: Final = Problem(INVALID_STATE, "the instance takes no new sessions; place it elsewhere")
 _RANDOM_OCTETS: Final = 4
 _SPREAD: Final = 0.2
-_SLEEP_BELOW: Final = 0.05  # the share of what it can do that is next to no load
 """By how much of itself an interval is shortened at random."""
+_SLEEP_BELOW: Final = 0.05
+"""The share of what an instance can do that counts as next to no load."""
 
 
 # What happens
