@@ -223,7 +223,7 @@ class RunningRole:
         )
 
         def listening(port: int) -> None:
-            self._api_listens(port)
+            self._api_listens()
             self._log.info("API listening", host=section.api_host, port=port)
 
         await serve_api(
@@ -235,7 +235,7 @@ class RunningRole:
             stopping=process.stopping.wait,
         )
 
-    def _api_listens(self, port: int) -> None:
+    def _api_listens(self) -> None:
         self.api_listens = True
 
     @property

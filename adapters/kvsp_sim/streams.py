@@ -9,7 +9,7 @@ with it.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import attrs
 from h2.errors import ErrorCodes
@@ -197,17 +197,18 @@ def _check_lost(count: int, whose: str) -> None:
         raise Violation("windows_lose_nothing", f"the window of {whose} lost {count} octets")
 
 
-class NotingClient(ClientConnection):
-    """The client's end of a connection."""
+class _Noting(Connection):
+    """What is checked alike at both ends."""
 
     streams: Streams
+    is_client: ClassVar[bool]
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._said = Said(by_client=True)
+        self._said = Said(by_client=self.is_client)
 
     def receive_data(self, data: Buffer, now_ms: int) -> int:
-        """Take octets from the server."""
+        """Take octets from the other end."""
         taken = super().receive_data(data, now_ms)
         _check_windows(self)
         return taken
@@ -217,6 +218,12 @@ class NotingClient(ClientConnection):
         octets = super().data_to_send()
         self._said.check(octets)
         return octets
+
+
+class NotingClient(_Noting, ClientConnection):
+    """The client's end of a connection."""
+
+    is_client = True
 
     def request(self, request: Request, *arguments: Any, **keywords: Any) -> int:
         """Send a request and return its stream."""
@@ -235,26 +242,10 @@ class NotingClient(ClientConnection):
         return super().send_data(stream_id, data, end=end)
 
 
-class NotingServer(ServerConnection):
+class NotingServer(_Noting, ServerConnection):
     """The server's end of a connection."""
 
-    streams: Streams
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._said = Said(by_client=False)
-
-    def receive_data(self, data: Buffer, now_ms: int) -> int:
-        """Take octets from the client."""
-        taken = super().receive_data(data, now_ms)
-        _check_windows(self)
-        return taken
-
-    def data_to_send(self) -> bytes:
-        """Return the octets to send next."""
-        octets = super().data_to_send()
-        self._said.check(octets)
-        return octets
+    is_client = False
 
     def respond(self, stream_id: int, response: Response, *arguments: Any, **keywords: Any) -> bool:
         """Answer a request."""

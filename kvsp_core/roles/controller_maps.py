@@ -185,9 +185,8 @@ class ShardMaps:
         """Go over to these shards; none end the map. A map's identifier is not used again after its end.
 
         The context takes the place of the one before when the change is decided; its calls are for the
-        request `cause`. Raises `LocalProtocolError`
-        while a change is under way, or for an instance that may not take ranges, and `LimitExceeded` where
-        there are too many maps, shards or blocks.
+        request `cause`. Raises `LocalProtocolError` while a change is under way, or for an instance that may
+        not take ranges, and `LimitExceeded` where there are too many maps, shards or blocks.
         """
         if len(shards) > MAX_SHARD_RANGES:
             raise LimitExceeded(f"a map has at most {MAX_SHARD_RANGES} shards; join those that touch")

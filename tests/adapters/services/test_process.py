@@ -274,7 +274,7 @@ def test_a_front_end_is_ready_once_its_api_takes_connections() -> None:
     assert role.unready == "not listening yet"
     role.listener = object()
     assert role.unready == "not listening yet"
-    role._api_listens(18505)
+    role._api_listens()
     now = datetime.datetime.now(datetime.UTC)
     day = datetime.timedelta(days=1)
     role.certificate = CertificateWatch(Validity(now - day, now + day), None)
