@@ -266,16 +266,7 @@ _STAND_IN_KEY: Final = (_SLOTS // 2).to_bytes(KEY_OCTETS, "big")
 def _stand_in() -> Chunk:
     """Return a full chunk with a column that has no row for any slot."""
     space = Space("", "")
-    nobody = KindKey(
-        client="",
-        holder_id="",
-        holder="",
-        space=space,
-        codec=0,
-        residency=(),
-        moqt_namespace=None,
-        by_layer=False,
-    )
+    nobody = KindKey("", "", "", space, 0, (), None, by_layer=False)
     chunk = Chunk(-1, ("", space))
     chunk.keys += _STAND_IN_KEYS
     column = Column(chunk, Kind(nobody))
@@ -305,8 +296,11 @@ class PackedReplicas:
         self._stand_in = _stand_in()
         self.records = 0
         self.total_bytes = 0
-        """The room that all records take, about what they take in memory, and that of each client."""
+        """The room that all records take, about what they take in memory."""
         self.used_bytes: dict[str, int] = {}
+        """The same of each client's."""
+        self.generation = 0
+        """Rises when anything is changed or moved: what was found before may be in other rows since."""
 
     @property
     def keys(self) -> int:
@@ -345,6 +339,7 @@ class PackedReplicas:
         self, key: bytes, kind_key: KindKey, digest: bytes, size: int, expiry_ms: int, layers: bytes
     ) -> None:
         """Add a record. The holder must have none for this key."""
+        self.generation += 1
         self._charge(kind_key.client, self.needed_bytes(kind_key, layers))
         kind = self._kinds.get(kind_key)
         if kind is None:
@@ -360,6 +355,7 @@ class PackedReplicas:
 
     def set_expiry(self, column: Column, row: int, expiry_ms: int) -> None:
         """Let a record expire at another time."""
+        self.generation += 1
         column.expiries_ms[row] = expiry_ms
         if expiry_ms < column.earliest_ms:
             self._expires_at(column, expiry_ms)
@@ -533,6 +529,7 @@ class PackedReplicas:
 
     def _remove_rows(self, column: Column, first: int, end: int) -> None:
         """Take rows out, and the keys that then have no record."""
+        self.generation += 1
         chunk, kind = column.chunk, column.kind
         uses = chunk.uses
         for slot in column.slots[first:end]:
@@ -607,6 +604,7 @@ class PackedReplicas:
             slot, count = slot + part, count - part
 
     def _move_within(self, chunk: Chunk, slot: int, count: int, target: Chunk) -> None:
+        self.generation += 1
         new_slot = len(target.uses)
         shift = new_slot - slot
         for columns in tuple(chunk.columns.values()):

@@ -12,10 +12,9 @@ publish, withdraw and look up is for the role to decide.
 from __future__ import annotations
 
 from binascii import unhexlify
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from enum import Enum
-from itertools import chain, repeat
-from typing import Final, TypeAlias, assert_never
+from typing import Final, TypeAlias, assert_never, get_args
 
 import attrs
 
@@ -32,10 +31,11 @@ from kvsp_core.limits import (
     MAX_REPLICAS_PER_KEY,
     QUARANTINE_MS,
 )
-from kvsp_core.machines.packed_replicas import KEY_OCTETS, Column, KindKey, PackedReplicas, Segment, Space
+from kvsp_core.machines.packed_replicas import KEY_OCTETS, Column, KindKey, PackedReplicas, Space
+from kvsp_core.machines.replica_match import Match
 from kvsp_core.machines.table import Table, refuse, to
 from kvsp_core.problems import BAD_REQUEST, CONFLICT, NOT_FOUND, STORAGE_FULL, TOO_LARGE, Problem
-from kvsp_core.records import ReplicaRecord, Residency
+from kvsp_core.records import ReplicaRecord
 
 __all__ = [
     "TABLE",
@@ -45,13 +45,11 @@ __all__ = [
     "Found",
     "FrozenIndex",
     "Lookup",
-    "Match",
     "Publish",
     "Published",
     "RecordKind",
     "Refused",
     "ReplicaIndex",
-    "Source",
     "TimerFired",
     "Withdraw",
     "Withdrawn",
@@ -154,7 +152,7 @@ _K = RecordKind
 TABLE: Final = Table(
     "replica record",
     states=tuple(RecordKind),
-    events=(Publish, Withdraw, Lookup, TimerFired),
+    events=get_args(Event),
     cells={
         _K.UNKNOWN: {
             Publish: to(_K.LISTED, _K.UNKNOWN),
@@ -177,7 +175,6 @@ TABLE: Final = Table(
     },
 )
 
-_PIECES_JOINED: Final = 2000  # strings, so that pieces of an answer are neither many nor large
 _SWEPT_COLUMNS: Final = 64  # at each timer, so that one call stays short; the rest follows at once
 _NO_RECORD: Final = Problem(NOT_FOUND, "no such record; it was withdrawn or has expired")
 _OTHER_REPLICA: Final = Problem(NOT_FOUND, "digest: the record states another replica; it stays")
@@ -188,171 +185,6 @@ _QUARANTINED: Final = Problem(
 
 
 # What happens
-
-
-class Source:
-    """A replica as the estimates see it; nothing is copied."""
-
-    __slots__ = ("_column", "_row")
-
-    def __init__(self, column: Column, row: int) -> None:
-        self._column = column
-        self._row = row
-
-    @property
-    def holder(self) -> str:
-        """The base URI of who has it."""
-        return self._column.kind.key.holder
-
-    @property
-    def digest(self) -> str:
-        """The digest of the replica."""
-        return self._column.digest_text(self._row)
-
-    @property
-    def size(self) -> int:
-        """Octets of all K and V sections."""
-        return self._column.sizes[self._row]
-
-    @property
-    def layer_digests(self) -> tuple[str, ...] | None:
-        """One for each layer of the block, or None."""
-        return self._column.layer_digests(self._row)
-
-    @property
-    def residency(self) -> tuple[Residency, ...]:
-        """Which layers are in which tier."""
-        return self._column.kind.key.residency
-
-
-class Match:
-    """What a lookup found. It reads from the index, so use it before the index handles anything else."""
-
-    def __init__(
-        self, keys: Sequence[str], segments: list[Segment], now_ms: int, most_bytes: int, index: ReplicaIndex
-    ) -> None:
-        self._keys = keys
-        self._segments = segments
-        self._now_ms = now_ms
-        self._most_bytes = most_bytes
-        self._index = index
-        self._generation = index.generation
-        self.requested = len(keys)
-        self.matched = sum(segment.length for segment in segments)
-        """The number of leading keys with at least one unexpired replica."""
-
-    def replicas(self) -> list[tuple[ReplicaRecord, ...]]:
-        """Return the records of each matched key, with the time that remains."""
-        self._check()
-        record = self._index.packed.record
-        return [
-            tuple(record(column, row + i, self._now_ms) for column, row in segment.replicas)
-            for segment in self._segments
-            for i in range(segment.length)
-        ]
-
-    def sources(self) -> list[tuple[Source, ...]]:
-        """Return what the estimates of `kvsp_core.machines.placement` need of the records of each key."""
-        self._check()
-        return [
-            tuple(Source(column, row + i) for column, row in segment.replicas)
-            for segment in self._segments
-            for i in range(segment.length)
-        ]
-
-    def json(self, targets: bytes = b"") -> bytes:
-        """Return the answer's body, as `json_pieces` yields it."""
-        return b"".join(self.json_pieces(targets))
-
-    def json_pieces(self, targets: bytes = b"") -> Iterator[bytes]:
-        """Yield the answer's body in pieces. `targets` is the JSON of the member of that name, or empty.
-
-        Where it would be longer than the limit, replicas are left out, down to one for each key, and then
-        keys at the end.
-        """
-        self._check()
-        most_replicas, most_keys = self._fit()
-        start = f'{{"matched":{min(self.matched, most_keys)},"blocks":['
-        pieces = [start]
-        for segment in self._segments:
-            length = min(segment.length, most_keys - segment.at)
-            if length <= 0:
-                break
-            keys = self._keys[segment.at : segment.at + length]
-            parts: list[Iterable[str]] = [repeat('{"block_key":"'), keys, repeat('","replicas":[')]
-            for column, row in segment.replicas[:most_replicas]:
-                parts += _record_parts(column, row, keys, self._now_ms)
-                parts.append(repeat(","))
-            parts[-1] = repeat("]},")
-            pieces += chain.from_iterable(zip(*parts, strict=False))
-            if len(pieces) > _PIECES_JOINED:
-                last = pieces.pop()
-                yield "".join(pieces).encode()
-                pieces = [last]
-        pieces[-1] = pieces[-1].removesuffix(",")
-        pieces.append(f'],"targets":{targets.decode()}}}' if targets else "]}")
-        yield "".join(pieces).encode()
-
-    def _check(self) -> None:
-        if self._generation != self._index.generation:
-            raise LocalProtocolError("the index has changed since this lookup; use a match at once")
-
-    def _fit(self) -> tuple[int, int]:
-        """Return how many replicas of each key, and how many keys, the answer has room for."""
-        most = max((len(segment.replicas) for segment in self._segments), default=1)
-        while most > 1:
-            if sum(_answer_size(segment, most) for segment in self._segments) <= self._most_bytes:
-                break
-            most -= 1
-        left_bytes, keys = self._most_bytes, 0
-        for segment in self._segments:
-            fitting = min(segment.length, left_bytes * segment.length // _answer_size(segment, most))
-            keys += fitting
-            left_bytes -= _answer_size(segment, most)
-            if fitting < segment.length:
-                break
-        return most, keys
-
-
-def _record_parts(column: Column, row: int, keys: Sequence[str], now_ms: int) -> list[Iterable[str]]:
-    """Return the JSON of a record of each key as pieces: where they differ one for each, else repeated."""
-    end = row + len(keys)
-    kind = column.kind
-    digests = column.digests[row * KEY_OCTETS : end * KEY_OCTETS].hex()
-    parts: list[Iterable[str]] = [
-        repeat('{"block_key":"'),
-        keys,
-        repeat(kind.head),
-        map(str, column.sizes[row:end]),
-        repeat(',"digest":"sha-256:'),
-        [digests[at : at + 2 * KEY_OCTETS] for at in range(0, len(digests), 2 * KEY_OCTETS)],
-    ]
-    if column.layers is not None:
-        parts += [repeat('","layer_digests":["'), map(_quoted, column.layers[row:end]), repeat('"]')]
-    else:
-        parts.append(repeat('"'))
-    ttls_ms = [str(expiry_ms - now_ms) for expiry_ms in column.expiries_ms[row:end]]
-    return [*parts, repeat(kind.tail), ttls_ms, repeat(kind.end)]
-
-
-_QUOTE: Final = '"'
-_BETWEEN: Final = '","'
-
-
-def _quoted(layers: bytes) -> str:
-    return layers.hex(_QUOTE, KEY_OCTETS).replace(_QUOTE, _BETWEEN)
-
-
-def _answer_size(segment: Segment, most_replicas: int) -> int:
-    """Return about how long the JSON of a segment is."""
-    size = 100 + sum(_record_size(column, row) for column, row in segment.replicas[:most_replicas])
-    return segment.length * size
-
-
-def _record_size(column: Column, row: int) -> int:
-    """Return about how long the JSON of a record is."""
-    layers = 0 if column.layers is None else len(column.layers[row]) // KEY_OCTETS
-    return len(column.kind.head) + len(column.kind.tail) + 200 + 67 * layers
 
 
 @attrs.frozen(kw_only=True)
@@ -396,8 +228,6 @@ class ReplicaIndex:
         # (holder-id, key) -> digest and until when, earliest first, since each has the same time.
         self._quarantine: dict[tuple[str, bytes], tuple[bytes, int]] = {}
         self._refreshed = Published(created=False, ttl_ms=0)  # the last answer to a refresh, mostly the next
-        self.generation = 0
-        """Changes with the content."""
 
     def limit(self, *, max_ttl_ms: int, max_keys: int) -> None:
         """Grant TTLs and answer lookups within these limits from now on; records there are run on."""
@@ -466,7 +296,6 @@ class ReplicaIndex:
         column, row = found
         created = column.expiries_ms[row] <= now_ms
         self.packed.set_expiry(column, row, now_ms + ttl_ms)
-        self.generation += 1
         if created:
             return Published(created=True, ttl_ms=ttl_ms)
         if ttl_ms != self._refreshed.ttl_ms:
@@ -502,7 +331,6 @@ class ReplicaIndex:
             created = column.expiries_ms[row] <= now_ms
             self.packed.remove(column, row)
         self.packed.insert(key, kind, digest, record.size, now_ms + ttl_ms, layers)
-        self.generation += 1
         return Published(created=created, ttl_ms=ttl_ms)
 
     def _has_room(self, kind: KindKey, layers: bytes, replaced: tuple[Column, int] | None) -> bool:
@@ -532,7 +360,6 @@ class ReplicaIndex:
             if len(self._quarantine) > self._max_quarantined:
                 del self._quarantine[next(iter(self._quarantine))]
         self.packed.remove(*found)
-        self.generation += 1
         return Withdrawn()
 
     def _look_up(self, event: Lookup, now_ms: int) -> Effect:
@@ -547,7 +374,7 @@ class ReplicaIndex:
             most_replicas=self._max_replicas,
             now_ms=now_ms,
         )
-        return Found(match=Match(keys, segments, now_ms, self._max_answer_bytes, self))
+        return Found(match=Match(keys, segments, now_ms, self._max_answer_bytes, self.packed))
 
     def _sweep(self, now_ms: int) -> tuple[Effect, ...]:
         while self._quarantine:
@@ -558,7 +385,6 @@ class ReplicaIndex:
         expired = self.packed.sweep(now_ms, _SWEPT_COLUMNS)
         if not expired:
             return ()
-        self.generation += 1
         return (Expired(records=expired),)
 
     # Parts

@@ -19,7 +19,8 @@ from kvsp_core.machines import fleet as fleets
 from kvsp_core.machines import replica_index as replicas
 from kvsp_core.machines.fleet import Fleet
 from kvsp_core.machines.placement import fetch_estimate, recompute_us
-from kvsp_core.machines.replica_index import Match, ReplicaIndex
+from kvsp_core.machines.replica_index import ReplicaIndex
+from kvsp_core.machines.replica_match import Match
 from kvsp_core.messages import LookupRequest, PublishAnswer, StatusAnswer, TargetEstimate, Withdrawal
 from kvsp_core.problems import BAD_REQUEST, NOT_FOUND, TOO_LARGE, Problem
 from kvsp_core.records import InstanceStatus, ReplicaRecord

@@ -22,7 +22,8 @@ from pathlib import Path
 import attrs
 import msgspec
 
-from kvsp_core.machines.replica_index import Found, Lookup, Match, Publish, ReplicaIndex
+from kvsp_core.machines.replica_index import Found, Lookup, Publish, ReplicaIndex
+from kvsp_core.machines.replica_match import Match
 from kvsp_core.records import ReplicaRecord
 from tests.bench import ROUNDS, Row, interleaved, left_out, row, tool
 from tests.bench.index_load import COMPAT, SCOPE, publications

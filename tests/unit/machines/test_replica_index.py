@@ -16,6 +16,7 @@ from kvsp_core.errors import LocalProtocolError
 from kvsp_core.identity import component_id
 from kvsp_core.machines import packed_replicas
 from kvsp_core.machines import replica_index as m
+from kvsp_core.machines.replica_match import Match
 from kvsp_core.machines.table import Cell
 from kvsp_core.problems import BAD_REQUEST, CONFLICT, NOT_FOUND, STORAGE_FULL, TOO_LARGE, ProblemType
 from kvsp_core.records import ReplicaRecord, Residency
@@ -75,14 +76,14 @@ def look_up(
     scope_id: str = SCOPE,
     compat_id: str = COMPAT,
     holders: tuple[str, ...] = (),
-) -> m.Match:
+) -> Match:
     event = m.Lookup(compat_id=compat_id, scope_id=scope_id, block_keys=keys, holders=holders)
     (found,) = index.handle(event, now_ms)
     assert isinstance(found, m.Found)
     return found.match
 
 
-def holders_of(match: m.Match) -> list[list[str]]:
+def holders_of(match: Match) -> list[list[str]]:
     return [[replica.holder for replica in replicas] for replicas in match.replicas()]
 
 
@@ -432,7 +433,7 @@ def test_a_long_body_comes_in_pieces_that_are_whole_together() -> None:
     keys = tuple(hex_of(f"long {i}") for i in range(1000))
     publish(index, *(record(key) for key in keys))
     match = look_up(index, keys)
-    pieces = list(match.json_pieces(b"[]"))
+    pieces = list(match._pieces(b"[]"))
     assert len(pieces) > 1
     body = json.loads(b"".join(pieces))
     assert [block["block_key"] for block in body["blocks"]] == list(keys)
@@ -461,6 +462,19 @@ def test_a_match_is_used_before_the_index_changes() -> None:
     publish(index, record(CHAIN[0]))
     match = look_up(index)
     publish(index, record(CHAIN[1]))
+    _is_too_late(match)
+
+
+def test_a_match_is_used_before_another_lookup_moves_the_keys_together() -> None:
+    index = m.ReplicaIndex()
+    keys = tuple(hex_of(f"scattered {i}") for i in range(100))
+    publish(index, *(record(key) for key in (*keys[::2], *keys[1::2])))
+    match = look_up(index, keys[:1])
+    look_up(index, keys)
+    _is_too_late(match)
+
+
+def _is_too_late(match: Match) -> None:
     for use in (match.json, match.replicas, match.sources):
         with pytest.raises(LocalProtocolError, match="use a match at once"):
             use()
