@@ -50,7 +50,7 @@ class HolderLease:
     @property
     def held(self) -> bool:
         """Whether the holder has promised to keep the blocks now."""
-        self._let(keeper.Timer())
+        self._let(keeper.TimerFired())
         return self._keeper.is_held
 
     async def granted(self) -> None:
@@ -85,7 +85,7 @@ class HolderLease:
         while (due_ms := self._keeper.next_deadline_ms()) is not None:
             with anyio.move_on_after(max(0, due_ms - self._wire.now_ms()) / 1000):
                 await self._stopped.wait()
-            self._let(keeper.Timer())
+            self._let(keeper.TimerFired())
             await self._work()
 
     def release(self) -> None:

@@ -110,7 +110,7 @@ class Coordinator:
                 _, member, version = self._calls.pop(call_id)
                 return self._event(reshard.CallFailed(member, version), now_ms)
             case TimerFired():
-                return self._event(reshard.Timer(), now_ms)
+                return self._event(reshard.TimerFired(), now_ms)
         return ()
 
     def _member_started(self, body: bytes, now_ms: int) -> tuple[Effect, ...]:
@@ -269,7 +269,7 @@ class Member:
             case CallFailed(call_id) if call_id in self._loads:
                 return self._event(reshard_member.LoadFailed(self._loads.pop(call_id)), now_ms)
             case TimerFired():
-                return self._event(reshard_member.Timer(), now_ms)
+                return self._event(reshard_member.TimerFired(), now_ms)
         return ()
 
     def _asked(self, request_id: int, body: bytes, now_ms: int) -> tuple[Effect, ...]:

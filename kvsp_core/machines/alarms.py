@@ -56,14 +56,18 @@ class Alarms(Generic[Key]):
                 heappush(self._heap, (deadline_ms, key))
         return None
 
+    def take_next(self, now_ms: int) -> Key | None:
+        """Return the key whose deadline came first, and remove that deadline; None where none has come."""
+        next_ms = self.next_ms()
+        if next_ms is None or next_ms > now_ms:
+            return None
+        _, key = heappop(self._heap)
+        del self._deadlines[key]
+        return key
+
     def take_due(self, now_ms: int) -> tuple[Key, ...]:
         """Return the keys whose deadlines have come, the earliest first, and remove those deadlines."""
-        due: list[Key] = []
-        while (next_ms := self.next_ms()) is not None and next_ms <= now_ms:
-            _, key = heappop(self._heap)
-            del self._deadlines[key]
-            due.append(key)
-        return tuple(due)
+        return tuple(iter(lambda: self.take_next(now_ms), None))
 
     def freeze(self, now_ms: int) -> tuple[tuple[Key, int], ...]:
         """Return the deadlines as the time that remains, as a hashable value."""

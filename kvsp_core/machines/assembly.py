@@ -11,7 +11,7 @@ the stream with an error, so that a client never sees two samples spliced togeth
 from __future__ import annotations
 
 from enum import Enum
-from typing import Final, TypeAlias, assert_never
+from typing import Final, TypeAlias, assert_never, get_args
 
 import attrs
 
@@ -118,7 +118,7 @@ _K = AssemblyKind
 TABLE: Final = Table(
     "output assembly",
     states=tuple(AssemblyKind),
-    events=(TokenArrived, EndArrived, StreamCut),
+    events=get_args(Event),
     cells={
         _K.OPEN: {
             TokenArrived: to(_K.OPEN, _K.FAILED),

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from enum import Enum
-from heapq import heappop, heappush
 from types import MappingProxyType
-from typing import Final, TypeAlias, assert_never
+from typing import Final, TypeAlias, assert_never, get_args
 
 import attrs
 
 from kvsp_core.limits import MAX_INSTANCES, MAX_STATUS_TTL_MS, STATE_RETRY_MS, WARM_UP_MS
+from kvsp_core.machines.alarms import Alarms
 from kvsp_core.machines.table import Cell, Table, refuse, to
 from kvsp_core.problems import NOT_FOUND, STALE_EPOCH, UNAVAILABLE, Problem
 from kvsp_core.records import InstanceStatus
@@ -229,10 +229,7 @@ _LOST: Final[Mapping[type, Cell]] = MappingProxyType(
 FLEET: Final = Table(
     "fleet",
     states=tuple(MemberKind),
-    events=(
-        *(ReceiveStatus, RestoreInstance, DrainInstance, WakeInstance),
-        *(EndStateRequest, ForgetInstance, TimerFired),
-    ),
+    events=get_args(Event),
     cells={
         _M.UNKNOWN: {
             **_row(_M.UNKNOWN, expires=False),
@@ -275,8 +272,6 @@ class _Member:
     asking: bool = False
     ask_ms: int | None = None
     """When it is to be asked for the wanted state; None where it is as wanted."""
-    alarm_ms: int | None = None
-    """When it is to be looked at next; the one entry in the heap that counts."""
 
 
 @attrs.frozen(kw_only=True)
@@ -308,8 +303,7 @@ class Fleet:
         self._warm_up_ms = warm_up_ms
         self._warm_up_from = warm_up_from
         self._members: dict[str, _Member] = {}
-        # When to look at an instance: its expiry, or a state to ask for. An entry that is too early is moved.
-        self._alarms: list[tuple[int, str]] = []
+        self._alarms: Alarms[str] = Alarms()  # of each instance: its expiry, or a state to ask for
 
     # Questions
 
@@ -362,7 +356,7 @@ class Fleet:
 
     def next_deadline_ms(self) -> int | None:
         """Return when to send `TimerFired` next, or None. It may be early: nothing happens then."""
-        return self._alarms[0][0] if self._alarms else None
+        return self._alarms.next_ms()
 
     # Events
 
@@ -507,6 +501,7 @@ class Fleet:
         if self.kind_of(instance) is not MemberKind.FAILED:
             return ()
         del self._members[instance]
+        self._alarms.set(instance, None)
         return (DropEpoch(instance),)
 
     # Time
@@ -516,19 +511,15 @@ class Fleet:
         times = [member.expires_ms + 1] if member.kind in (*_ALIVE, MemberKind.RESTORED) else []
         if member.ask_ms is not None and not member.asking:
             times.append(member.ask_ms)
-        if times and (member.alarm_ms is None or min(times) < member.alarm_ms):
-            member.alarm_ms = min(times)
-            heappush(self._alarms, (member.alarm_ms, member.instance))
+        known_ms = self._alarms.of(member.instance)
+        if times and (known_ms is None or min(times) < known_ms):
+            self._alarms.set(member.instance, min(times))
 
     def _expire(self, now_ms: int) -> tuple[Effect, ...]:
         """Fail the instances whose record is over, and ask again for states that are not reported yet."""
         effects: list[Effect] = []
-        while self._alarms and self._alarms[0][0] <= now_ms:
-            alarm_ms, instance = heappop(self._alarms)
-            member = self._members.get(instance)
-            if member is None or member.alarm_ms != alarm_ms:
-                continue
-            member.alarm_ms = None
+        for instance in self._alarms.take_due(now_ms):
+            member = self._members[instance]
             if member.kind in (*_ALIVE, MemberKind.RESTORED) and now_ms > member.expires_ms:
                 member.kind, member.status = MemberKind.FAILED, None
                 member.asking, member.ask_ms = False, None
@@ -548,7 +539,6 @@ class Fleet:
                 expires_ms=member.expires_ms - now_ms,
                 joined_ms=max(member.joined_ms - now_ms, -self._warm_up_ms),
                 ask_ms=None if member.ask_ms is None else member.ask_ms - now_ms,
-                alarm_ms=None,
             )
             for member in self._members.values()
         )

@@ -9,7 +9,7 @@ any more was perhaps restarted: it is asked for a new one. Where that is refused
 from __future__ import annotations
 
 from enum import Enum
-from typing import Final, TypeAlias, assert_never
+from typing import Final, TypeAlias, assert_never, get_args
 
 import attrs
 
@@ -30,7 +30,7 @@ __all__ = [
     "Release",
     "Renew",
     "Start",
-    "Timer",
+    "TimerFired",
     "Unanswered",
 ]
 
@@ -72,7 +72,7 @@ class Unanswered:
 
 
 @attrs.frozen
-class Timer:
+class TimerFired:
     """A deadline may have passed; a spurious one changes nothing."""
 
 
@@ -81,7 +81,7 @@ class Release:
     """The lease is not wanted any more."""
 
 
-Event: TypeAlias = Start | Answered | Unanswered | Timer | Release
+Event: TypeAlias = Start | Answered | Unanswered | TimerFired | Release
 
 
 # Effects
@@ -128,23 +128,23 @@ _READY, _ASKING, _HELD, _OVER = KeeperState
 TABLE: Final = Table(
     "lease that is kept",
     states=tuple(KeeperState),
-    events=(Start, Answered, Unanswered, Timer, Release),
+    events=get_args(Event),
     cells={
-        _READY: {Start: to(_ASKING), Timer: to(_READY), Release: to(_OVER)},
+        _READY: {Start: to(_ASKING), TimerFired: to(_READY), Release: to(_OVER)},
         _ASKING: {
             Answered: to(_ASKING, _HELD, _OVER),
             Unanswered: to(_OVER),
-            Timer: to(_ASKING),
+            TimerFired: to(_ASKING),
             Release: to(_OVER),
         },
         _HELD: {
             Answered: to(_HELD, _ASKING),
             Unanswered: to(_HELD),
-            Timer: to(_HELD, _OVER),
+            TimerFired: to(_HELD, _OVER),
             Release: to(_OVER),
         },
         # A lease that is granted after all is given back.
-        _OVER: {Answered: to(_OVER), Unanswered: to(_OVER), Timer: to(_OVER), Release: to(_OVER)},
+        _OVER: {Answered: to(_OVER), Unanswered: to(_OVER), TimerFired: to(_OVER), Release: to(_OVER)},
     },
 )
 
@@ -179,7 +179,7 @@ class LeaseKeeper:
         return self.state is KeeperState.HELD
 
     def next_deadline_ms(self) -> int | None:
-        """Return when `Timer` is due next, or None."""
+        """Return when `TimerFired` is due next, or None."""
         if self.state is not KeeperState.HELD:
             return None
         return self._until_ms if self._asking else min(self._renew_ms, self._until_ms)
@@ -200,7 +200,7 @@ class LeaseKeeper:
                     return (Lost(None),)
                 self._renew_ms = now_ms + max(1, self._ttl_ms // (_RENEW_AT * _RENEW_AT))
                 return ()
-            case Timer():
+            case TimerFired():
                 return self._timer(now_ms)
             case Release():
                 held, self.state = self.is_held, KeeperState.OVER

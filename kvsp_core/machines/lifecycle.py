@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 from types import MappingProxyType
-from typing import Final, TypeAlias, assert_never
+from typing import Final, TypeAlias, assert_never, get_args
 
 import attrs
 
@@ -209,10 +209,7 @@ def _stays(kind: InstanceKind, *events: type) -> dict[type, Cell]:
 LIFECYCLE: Final = Table(
     "lifecycle",
     states=tuple(InstanceKind),
-    events=(
-        *(OpenSession, CloseSession, ChangeState, ReportLoad, ReceiveStatusAnswer),
-        *(FailStatus, RefuseStatus, Stop, TimerFired),
-    ),
+    events=get_args(Event),
     cells={
         _K.ACTIVE: {
             ChangeState: to(_K.ACTIVE, _K.DRAINING, _K.SLEEPING),

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import Final, TypeAlias, assert_never
+from typing import Final, TypeAlias, assert_never, get_args
 
 import attrs
 
@@ -54,7 +54,7 @@ __all__ = [
     "ProceedDecoding",
     "SendCheckpoint",
     "StreamReady",
-    "Timer",
+    "TimerFired",
 ]
 
 
@@ -134,7 +134,7 @@ class Detached:
 
 
 @attrs.frozen
-class Timer:
+class TimerFired:
     """A deadline may have passed; a spurious one changes nothing."""
 
 
@@ -148,7 +148,7 @@ Event: TypeAlias = (
     | Attached
     | StreamReady
     | Detached
-    | Timer
+    | TimerFired
 )
 
 
@@ -202,41 +202,41 @@ Effect: TypeAlias = SendCheckpoint | Deliver | DeliverEnd | PauseDecoding | Proc
 
 _K = GateKind
 _ANSWERS: Final = (CheckpointAcknowledged, CheckpointRefused, CheckpointFailed)
+_ANY_TIME: Final = (Attached, StreamReady, Detached, TimerFired)
 
 TABLE: Final = Table(
     "output gate",
     states=tuple(GateKind),
-    events=(Begin, Decoded, EngineEnded, *_ANSWERS, Attached, StreamReady, Detached, Timer),
+    events=get_args(Event),
     cells={
         _K.NEW: {
             Begin: to(_K.OPENING),
-            **{event: to(_K.NEW) for event in (Attached, StreamReady, Detached, Timer)},
+            **{event: to(_K.NEW) for event in _ANY_TIME},
         },
         _K.OPENING: {
             Decoded: to(_K.OPENING),
             EngineEnded: to(_K.OPENING),
             CheckpointAcknowledged: to(_K.OPEN, _K.ENDING, _K.ENDED, _K.LOST, _K.OPENING),
             CheckpointRefused: to(_K.LOST),
-            **{event: to(_K.OPENING) for event in (CheckpointFailed, Attached, StreamReady, Detached, Timer)},
+            **{event: to(_K.OPENING) for event in (CheckpointFailed, *_ANY_TIME)},
         },
         _K.OPEN: {
             Decoded: to(_K.OPEN),
             EngineEnded: to(_K.ENDING, _K.ENDED),
             CheckpointAcknowledged: to(_K.OPEN, _K.LOST),
             CheckpointRefused: to(_K.LOST),
-            **{event: to(_K.OPEN) for event in (CheckpointFailed, Attached, StreamReady, Detached, Timer)},
+            **{event: to(_K.OPEN) for event in (CheckpointFailed, *_ANY_TIME)},
         },
         _K.ENDING: {
             CheckpointAcknowledged: to(_K.ENDING, _K.ENDED, _K.LOST),
             CheckpointRefused: to(_K.LOST),
-            **{event: to(_K.ENDING) for event in (CheckpointFailed, Attached, StreamReady, Detached, Timer)},
+            **{event: to(_K.ENDING) for event in (CheckpointFailed, *_ANY_TIME)},
         },
         _K.ENDED: {
-            **{event: to(_K.ENDED) for event in (*_ANSWERS, Attached, StreamReady, Detached, Timer)},
+            **{event: to(_K.ENDED) for event in (*_ANSWERS, *_ANY_TIME)},
         },
         _K.LOST: {
-            **{event: to(_K.LOST) for event in (Decoded, EngineEnded, *_ANSWERS)},
-            **{event: to(_K.LOST) for event in (Attached, StreamReady, Detached, Timer)},
+            **{event: to(_K.LOST) for event in (Decoded, EngineEnded, *_ANSWERS, *_ANY_TIME)},
         },
     },
 )
@@ -334,7 +334,7 @@ class OutputGate:
         return self._log.tokens(start, end)
 
     def next_deadline_ms(self) -> int | None:
-        """Return when `Timer` is next due, or None."""
+        """Return when `TimerFired` is next due, or None."""
         if self.kind in (GateKind.NEW, GateKind.ENDED, GateKind.LOST) or self._asked is not None:
             return None
         return self._retry_at_ms if self._retry_at_ms is not None else self._hold_until_ms
@@ -375,7 +375,7 @@ class OutputGate:
                 self._unready = 0
             case Detached():
                 self._next_index = None
-            case Timer():
+            case TimerFired():
                 if self._retry_at_ms is not None and now_ms >= self._retry_at_ms:
                     self._retry_at_ms = None
             case _:

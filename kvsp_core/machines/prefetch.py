@@ -16,14 +16,14 @@ request comes, or for ``lease_ms`` after the directive has ended.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeAlias, assert_never
+from typing import Any, Final, TypeAlias, assert_never, get_args
 
 import attrs
 
 from kvsp_core.machines import prefetch_load as load
 from kvsp_core.machines import prefetch_queue
+from kvsp_core.machines.alarms import Alarms
 from kvsp_core.machines.prefetch_directive import Directive, DirectiveState, PrefetchLimits
 from kvsp_core.machines.prefetch_queue import LoadQueue
 from kvsp_core.machines.table import Table, to
@@ -56,7 +56,7 @@ __all__ = [
     "RequestArrived",
     "RequestsRun",
     "Submit",
-    "Timer",
+    "TimerFired",
     "Unpin",
     "Withdraw",
 ]
@@ -141,7 +141,7 @@ class Withdraw:
 
 
 @attrs.frozen
-class Timer:
+class TimerFired:
     """A deadline may have passed; a spurious one changes nothing."""
 
 
@@ -155,7 +155,7 @@ Event: TypeAlias = (
     | Awaited
     | RequestsRun
     | Withdraw
-    | Timer
+    | TimerFired
 )
 
 
@@ -243,10 +243,7 @@ Effect: TypeAlias = (
 
 _ABSENT, _PENDING = DirectiveState.ABSENT, DirectiveState.PENDING
 _ENDED = (DirectiveState.PARTIAL, DirectiveState.COMPLETE, DirectiveState.FAILED)
-_EVENTS: Final = (
-    *(Submit, LookupAnswered, LookupFailed, LoadReport),
-    *(Evicted, RequestArrived, Awaited, RequestsRun, Withdraw, Timer),
-)
+_EVENTS: Final = get_args(Event)
 
 TABLE: Final = Table(
     "prefetch directive",
@@ -268,7 +265,7 @@ TABLE: Final = Table(
             ended: {
                 **dict.fromkeys(_EVENTS, to(ended)),
                 Withdraw: to(_ABSENT),
-                Timer: to(ended, _ABSENT),
+                TimerFired: to(ended, _ABSENT),
             }
             for ended in _ENDED
         },
@@ -313,7 +310,7 @@ class PrefetchTable:
         self._kept_blocks = 0
         self._queue = LoadQueue(self.limits.concurrent_loads, self._codecs)
         self._pins: dict[str, int] = {}
-        self._deadlines: list[tuple[int, int, str]] = []
+        self._alarms: Alarms[tuple[int, str]] = Alarms()  # of each directive, by its order and name
         self._next_order = 0
         self._now_ms = 0
 
@@ -364,19 +361,9 @@ class PrefetchTable:
         return block_key in self._pins
 
     def next_deadline_ms(self) -> int | None:
-        """Return when `Timer` is next due, or None."""
-        due = (self._next_due_ms(), self._queue.next_deadline_ms())
+        """Return when `TimerFired` is next due, or None."""
+        due = (self._alarms.next_ms(), self._queue.next_deadline_ms())
         return min((due_ms for due_ms in due if due_ms is not None), default=None)
-
-    def _next_due_ms(self) -> int | None:
-        """Return when something happens to a directive by itself, or None."""
-        while self._deadlines:
-            due_ms, order, name = self._deadlines[0]
-            directive = self._directives.get(name)
-            if directive is not None and directive.order == order and directive.due_ms() == due_ms:
-                return due_ms
-            heapq.heappop(self._deadlines)
-        return None
 
     # What happens
 
@@ -413,7 +400,7 @@ class PrefetchTable:
                 self._running = running
             case Withdraw(name):
                 self._withdraw(name, emit)
-            case Timer():
+            case TimerFired():
                 pass
             case _:
                 assert_never(event)
@@ -430,8 +417,8 @@ class PrefetchTable:
                 return _ABSENT
 
     def _time_passed(self, emit: _Emit) -> None:
-        while (due_ms := self._next_due_ms()) is not None and due_ms <= self._now_ms:
-            directive = self._directives[heapq.heappop(self._deadlines)[2]]
+        while (due := self._alarms.take_next(self._now_ms)) is not None:
+            directive = self._directives[due[1]]
             if directive.pending:
                 self._end(directive, DirectiveState.PARTIAL, emit)
             elif directive.forget_at_ms <= self._now_ms:
@@ -479,20 +466,16 @@ class PrefetchTable:
 
     def _enter(self, directive: Directive) -> None:
         self._directives[directive.name] = directive
-        self._note_due(directive)
+        self._set_alarm(directive)
         for block in directive.blocks:
             self._by_key.setdefault(block.block_key, {})[directive.name] = None
         reference = directive.message.request_ref
         if reference is not None:
             self._by_ref.setdefault(reference, {})[directive.name] = None
 
-    def _note_due(self, directive: Directive) -> None:
-        """Note when something happens to a directive by itself. Entries of what was due before are dropped
-        when their time comes, or when there are many."""
-        heapq.heappush(self._deadlines, (directive.due_ms(), directive.order, directive.name))
-        if len(self._deadlines) > 2 * len(self._directives) + 64:
-            self._deadlines = [(each.due_ms(), each.order, each.name) for each in self._directives.values()]
-            heapq.heapify(self._deadlines)
+    def _set_alarm(self, directive: Directive) -> None:
+        """Note when something happens to a directive by itself."""
+        self._alarms.set((directive.order, directive.name), directive.due_ms())
 
     def _refusal(self, message: PrefetchDirective) -> Problem | None:
         most, sources = self.limits.directive_blocks, self.limits.sources_per_block
@@ -534,7 +517,7 @@ class PrefetchTable:
         kept_pinned_ms = min(directive.message.lease_ms, self.limits.directive_ms)
         directive.pins_until_ms = self._now_ms + kept_pinned_ms
         directive.forget_at_ms = self._now_ms + self.limits.kept_ms
-        self._note_due(directive)
+        self._set_alarm(directive)
         emit(Ended(directive.name, state, len(directive.loaded), len(directive.blocks)))
         self._ended[directive.name] = None
         self._kept_blocks += len(directive.blocks)
@@ -560,6 +543,7 @@ class PrefetchTable:
         del self._ended[directive.name]
         self._kept_blocks -= len(directive.blocks)
         del self._directives[directive.name]
+        self._alarms.set((directive.order, directive.name), None)
         for block in directive.blocks:
             _take_out(self._by_key, block.block_key, directive.name)
         reference = directive.message.request_ref
@@ -638,7 +622,7 @@ class PrefetchTable:
             return
         directive.pinned = False
         if not directive.pending:
-            self._note_due(directive)
+            self._set_alarm(directive)
         for block in directive.blocks:
             key = block.block_key
             if key not in directive.loaded or key not in self._pins:

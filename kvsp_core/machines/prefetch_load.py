@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import Enum
-from typing import Final, TypeAlias, assert_never
+from typing import Final, TypeAlias, assert_never, get_args
 
 import attrs
 
@@ -147,14 +147,13 @@ Effect: TypeAlias = (
     AcquireLease | ReleaseLease | Fetch | CancelFetch | ReportBad | Store | Loaded | LoadFailed
 )
 
-_EVENTS: Final = (Start, LeaseGranted, LeaseRefused, Fetched, Stored, StoreFailed, Cancel)
 _READY, _LOADING, _STORING, _OVER = LoadState
 _LATE: Final = (LeaseGranted, LeaseRefused, Fetched)
 
 TABLE: Final = Table(
     "load of a block",
     states=tuple(LoadState),
-    events=_EVENTS,
+    events=get_args(Event),
     cells={
         _READY: {Start: to(_LOADING, _OVER), Cancel: to(_OVER)},
         _LOADING: {

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 from types import MappingProxyType
-from typing import Final, TypeAlias, assert_never
+from typing import Final, TypeAlias, assert_never, get_args
 
 import attrs
 
@@ -172,7 +172,7 @@ _READY, _LOADING, _OVER = LoadState
 TABLE: Final = Table(
     "load of a prefix",
     states=tuple(LoadState),
-    events=(Start, Fetched, Stop),
+    events=get_args(Event),
     cells={
         _READY: {Start: to(_LOADING, _OVER), Stop: to(_OVER)},
         _LOADING: {Fetched: to(_LOADING, _OVER), Stop: to(_OVER)},

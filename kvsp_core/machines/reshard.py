@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from enum import Enum
-from typing import Final, TypeAlias, assert_never
+from typing import Final, TypeAlias, assert_never, get_args
 
 import attrs
 
@@ -54,7 +54,7 @@ __all__ = [
     "ReshardRecord",
     "Stable",
     "State",
-    "Timer",
+    "TimerFired",
     "freeze",
     "next_deadline_ms",
     "record_of",
@@ -228,12 +228,12 @@ class MemberBack:
 
 
 @attrs.frozen
-class Timer:
+class TimerFired:
     """A deadline may have passed; a spurious one changes nothing."""
 
 
 Event: TypeAlias = (
-    Begin | PlanAnswered | CommitAnswered | AbortAnswered | CallFailed | MemberLost | MemberBack | Timer
+    Begin | PlanAnswered | CommitAnswered | AbortAnswered | CallFailed | MemberLost | MemberBack | TimerFired
 )
 
 
@@ -304,7 +304,7 @@ Effect: TypeAlias = PersistRecord | Prepare | Commit | Abort | Committed | Abort
 TABLE: Final = Table(
     "reshard coordinator",
     states=(Stable, Preparing, Committing, Aborting),
-    events=(Begin, PlanAnswered, CommitAnswered, AbortAnswered, CallFailed, MemberLost, MemberBack, Timer),
+    events=get_args(Event),
     cells={
         Stable: {
             Begin: to(Preparing),
@@ -314,7 +314,7 @@ TABLE: Final = Table(
             CallFailed: to(Stable),
             MemberLost: to(Stable),
             MemberBack: to(Stable),
-            Timer: to(Stable),
+            TimerFired: to(Stable),
         },
         Preparing: {
             PlanAnswered: to(Preparing, Committing, Aborting),
@@ -323,7 +323,7 @@ TABLE: Final = Table(
             CallFailed: to(Preparing),
             MemberLost: to(Preparing, Aborting),
             MemberBack: to(Preparing),
-            Timer: to(Preparing, Aborting),
+            TimerFired: to(Preparing, Aborting),
         },
         Committing: {
             PlanAnswered: to(Committing),
@@ -332,7 +332,7 @@ TABLE: Final = Table(
             CallFailed: to(Committing),
             MemberLost: to(Committing, Stable),
             MemberBack: to(Committing),
-            Timer: to(Committing),
+            TimerFired: to(Committing),
         },
         Aborting: {
             PlanAnswered: to(Aborting),
@@ -341,7 +341,7 @@ TABLE: Final = Table(
             CallFailed: to(Aborting),
             MemberLost: to(Aborting, Stable),
             MemberBack: to(Aborting),
-            Timer: to(Aborting),
+            TimerFired: to(Aborting),
         },
     },
 )
@@ -366,7 +366,7 @@ def transition(state: State, event: Event, now_ms: int, *, retry_ms: int = RESHA
             return state, _told_again(state, instance)
         case CallFailed(instance, version):
             return _call_failed(state, instance, version, now_ms + retry_ms), ()
-        case Timer():
+        case TimerFired():
             return _time_passed(state, now_ms)
         case PlanAnswered(instance, version, accepted):
             if isinstance(state, Preparing) and version == state.highest and instance in state.waiting:
@@ -675,7 +675,7 @@ def recover(record: ReshardRecord) -> _Result:
 
 
 def next_deadline_ms(state: State) -> int | None:
-    """Return when `Timer` is next due, or None."""
+    """Return when `TimerFired` is next due, or None."""
     due = [state.retry_at_ms, state.deadline_ms if isinstance(state, Preparing) else None]
     return min((ms for ms in due if ms is not None), default=None)
 

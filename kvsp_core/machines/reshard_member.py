@@ -12,7 +12,7 @@ decided.
 
 from __future__ import annotations
 
-from typing import Final, TypeAlias, assert_never
+from typing import Final, TypeAlias, assert_never, get_args
 
 import attrs
 
@@ -43,7 +43,7 @@ __all__ = [
     "Release",
     "State",
     "StopLoading",
-    "Timer",
+    "TimerFired",
     "freeze",
     "may_append",
     "next_deadline_ms",
@@ -150,11 +150,11 @@ class Appended:
 
 
 @attrs.frozen
-class Timer:
+class TimerFired:
     """A deadline may have passed; a spurious one changes nothing."""
 
 
-Event: TypeAlias = PlanReceived | CommitReceived | AbortReceived | Loaded | LoadFailed | Appended | Timer
+Event: TypeAlias = PlanReceived | CommitReceived | AbortReceived | Loaded | LoadFailed | Appended | TimerFired
 
 
 # Effects
@@ -219,7 +219,7 @@ Effect: TypeAlias = Answer | AnswerWaiting | LoadRanges | StopLoading | Discard 
 TABLE: Final = Table(
     "reshard member",
     states=(Outside, Owner, Loading, Prepared),
-    events=(PlanReceived, CommitReceived, AbortReceived, Loaded, LoadFailed, Appended, Timer),
+    events=get_args(Event),
     cells={
         Outside: {
             PlanReceived: to(Outside, Loading, Prepared),
@@ -227,7 +227,7 @@ TABLE: Final = Table(
             AbortReceived: to(Outside),
             Loaded: to(Outside),
             LoadFailed: to(Outside),
-            Timer: to(Outside),
+            TimerFired: to(Outside),
         },
         Owner: {
             PlanReceived: to(Owner, Loading, Prepared),
@@ -236,7 +236,7 @@ TABLE: Final = Table(
             Loaded: to(Owner),
             LoadFailed: to(Owner),
             Appended: to(Owner),
-            Timer: to(Owner),
+            TimerFired: to(Owner),
         },
         Loading: {
             PlanReceived: to(Loading, Prepared),
@@ -245,7 +245,7 @@ TABLE: Final = Table(
             Loaded: to(Loading, Prepared),
             LoadFailed: to(Loading, Outside, Owner),
             Appended: to(Loading),
-            Timer: to(Loading, Outside, Owner),
+            TimerFired: to(Loading, Outside, Owner),
         },
         Prepared: {
             PlanReceived: to(Loading, Prepared),
@@ -254,7 +254,7 @@ TABLE: Final = Table(
             Loaded: to(Prepared),
             LoadFailed: to(Prepared),
             Appended: to(Prepared),
-            Timer: to(Prepared),
+            TimerFired: to(Prepared),
         },
     },
 )
@@ -284,7 +284,7 @@ def transition(state: State, event: Event, now_ms: int) -> _Result:
                 return _given_up(state, Problem(PLAN_CONFLICT, "a range could not be loaded"))
         case Appended(first, end):
             return _appended(state, first, end), ()
-        case Timer():
+        case TimerFired():
             if isinstance(state, Loading) and now_ms >= state.deadline_ms:
                 return _given_up(state, Problem(PLAN_CONFLICT, "the ranges were not loaded in time"))
         case _:
@@ -441,7 +441,7 @@ def refuse_step(state: State, version: int) -> Problem | None:
 
 
 def next_deadline_ms(state: State) -> int | None:
-    """Return when `Timer` is next due, or None."""
+    """Return when `TimerFired` is next due, or None."""
     return state.deadline_ms if isinstance(state, Loading) else None
 
 

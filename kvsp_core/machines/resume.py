@@ -13,7 +13,7 @@ A newer epoch ends whatever an older one still does here, before anything of the
 from __future__ import annotations
 
 import hashlib
-from typing import Final, TypeAlias, assert_never
+from typing import Final, TypeAlias, assert_never, get_args
 
 import attrs
 
@@ -46,7 +46,7 @@ __all__ = [
     "SessionEnded",
     "Start",
     "State",
-    "Timer",
+    "TimerFired",
     "freeze",
     "next_deadline_ms",
     "thaw",
@@ -162,12 +162,12 @@ class SessionEnded:
 
 
 @attrs.frozen
-class Timer:
+class TimerFired:
     """A deadline may have passed; a spurious one changes nothing."""
 
 
 Event: TypeAlias = (
-    BeginReceived | ResumeReceived | BlocksLoaded | PrefixLost | PromptReceived | SessionEnded | Timer
+    BeginReceived | ResumeReceived | BlocksLoaded | PrefixLost | PromptReceived | SessionEnded | TimerFired
 )
 
 
@@ -232,12 +232,12 @@ Effect: TypeAlias = Accepted | Refused | AbortEpoch | LoadBlocks | AskPrompt | S
 TABLE: Final = Table(
     "session at an instance",
     states=(Absent, Loading, NeedsPrompt, Serving, Ended),
-    events=(BeginReceived, ResumeReceived, BlocksLoaded, PrefixLost, PromptReceived, SessionEnded, Timer),
+    events=get_args(Event),
     cells={
         Absent: {
             BeginReceived: to(Serving, Absent),
             ResumeReceived: to(Loading, Absent),
-            **{event: to(Absent) for event in (BlocksLoaded, SessionEnded, Timer)},
+            **{event: to(Absent) for event in (BlocksLoaded, SessionEnded, TimerFired)},
         },
         Loading: {
             BeginReceived: to(Loading, Serving),
@@ -245,7 +245,7 @@ TABLE: Final = Table(
             BlocksLoaded: to(Loading, NeedsPrompt, Serving),
             PromptReceived: to(Loading),
             SessionEnded: to(Loading, Ended),
-            Timer: to(Loading),
+            TimerFired: to(Loading),
         },
         NeedsPrompt: {
             BeginReceived: to(NeedsPrompt, Serving),
@@ -253,7 +253,7 @@ TABLE: Final = Table(
             BlocksLoaded: to(NeedsPrompt),
             PromptReceived: to(NeedsPrompt, Serving),
             SessionEnded: to(NeedsPrompt, Ended),
-            Timer: to(NeedsPrompt, Ended),
+            TimerFired: to(NeedsPrompt, Ended),
         },
         Serving: {
             BeginReceived: to(Serving),
@@ -262,12 +262,12 @@ TABLE: Final = Table(
             PrefixLost: to(Serving, NeedsPrompt),
             PromptReceived: to(Serving),
             SessionEnded: to(Serving, Ended),
-            Timer: to(Serving),
+            TimerFired: to(Serving),
         },
         Ended: {
             BeginReceived: to(Ended, Serving),
             ResumeReceived: to(Ended, Loading),
-            **{event: to(Ended) for event in (BlocksLoaded, PromptReceived, SessionEnded, Timer)},
+            **{event: to(Ended) for event in (BlocksLoaded, PromptReceived, SessionEnded, TimerFired)},
         },
     },
 )
@@ -303,7 +303,7 @@ def transition(
         case SessionEnded(epoch):
             if isinstance(state, Loading | NeedsPrompt | Serving) and epoch == state.epoch:
                 return Ended(epoch=epoch, content=state.content), ()
-        case Timer():
+        case TimerFired():
             if isinstance(state, NeedsPrompt) and now_ms >= state.deadline_ms:
                 reason = "blocks of the prompt are gone, and nobody brought the prompt"
                 return Ended(epoch=state.epoch, content=state.content), (GiveUp(state.epoch, reason),)
@@ -384,7 +384,7 @@ def _prompt(state: State, epoch: int, matches: bool) -> _Result:
 
 
 def next_deadline_ms(state: State) -> int | None:
-    """Return when `Timer` is next due, or None."""
+    """Return when `TimerFired` is next due, or None."""
     return state.deadline_ms if isinstance(state, NeedsPrompt) else None
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from enum import Enum
-from typing import Final, TypeAlias, assert_never
+from typing import Final, TypeAlias, assert_never, get_args
 
 import attrs
 
@@ -221,7 +221,7 @@ _COMPLETE, _UNAVAILABLE = StateKind.COMPLETE, StateKind.UNAVAILABLE
 TABLE: Final = Table(
     "retrieval",
     states=tuple(StateKind),
-    events=(Start, LayersArrived, BlockEnded, Refused, FetchFailed, Cancel),
+    events=get_args(Event),
     cells={
         _READY: {Start: to(_FETCHING, _UNAVAILABLE), Cancel: to(_UNAVAILABLE)},
         _FETCHING: {

@@ -14,7 +14,7 @@ with the output and not with its square.
 from __future__ import annotations
 
 from enum import Enum
-from typing import Final, TypeAlias, assert_never
+from typing import Final, TypeAlias, assert_never, get_args
 
 import attrs
 
@@ -59,7 +59,7 @@ __all__ = [
     "SessionRecord",
     "SessionTimes",
     "TargetChosen",
-    "Timer",
+    "TimerFired",
 ]
 
 
@@ -185,11 +185,11 @@ class Close:
 
 
 @attrs.frozen
-class Timer:
+class TimerFired:
     """A deadline may have passed; a spurious one changes nothing."""
 
 
-Event: TypeAlias = Open | CheckpointReceived | OwnerLost | TargetChosen | ResumeFailed | Close | Timer
+Event: TypeAlias = Open | CheckpointReceived | OwnerLost | TargetChosen | ResumeFailed | Close | TimerFired
 
 
 # Effects
@@ -288,7 +288,7 @@ _K = SessionKind
 TABLE: Final = Table(
     "session ledger",
     states=tuple(SessionKind),
-    events=(Open, CheckpointReceived, OwnerLost, TargetChosen, ResumeFailed, Close, Timer),
+    events=get_args(Event),
     cells={
         _K.NEW: {Open: to(_K.PLACED)},
         _K.PLACED: {
@@ -296,14 +296,14 @@ TABLE: Final = Table(
             OwnerLost: to(_K.PLACED, _K.ORPHANED),
             ResumeFailed: to(_K.PLACED),
             Close: to(_K.CLOSED),
-            Timer: to(_K.PLACED, _K.FAILED),
+            TimerFired: to(_K.PLACED, _K.FAILED),
         },
         _K.RUNNING: {
             CheckpointReceived: to(_K.RUNNING),
             OwnerLost: to(_K.RUNNING, _K.ORPHANED),
             ResumeFailed: to(_K.RUNNING),
             Close: to(_K.CLOSED),
-            Timer: to(_K.RUNNING, _K.FAILED),
+            TimerFired: to(_K.RUNNING, _K.FAILED),
         },
         _K.ORPHANED: {
             CheckpointReceived: to(_K.ORPHANED),
@@ -311,22 +311,22 @@ TABLE: Final = Table(
             TargetChosen: to(_K.RESUMING, _K.PLACED),
             ResumeFailed: to(_K.ORPHANED),
             Close: to(_K.CLOSED),
-            Timer: to(_K.ORPHANED, _K.FAILED),
+            TimerFired: to(_K.ORPHANED, _K.FAILED),
         },
         _K.RESUMING: {
             CheckpointReceived: to(_K.RESUMING, _K.RUNNING),
             OwnerLost: to(_K.RESUMING, _K.ORPHANED, _K.FAILED),
             ResumeFailed: to(_K.RESUMING, _K.ORPHANED, _K.FAILED),
             Close: to(_K.CLOSED),
-            Timer: to(_K.RESUMING, _K.ORPHANED, _K.FAILED),
+            TimerFired: to(_K.RESUMING, _K.ORPHANED, _K.FAILED),
         },
         _K.CLOSED: {
             CheckpointReceived: refuse(NOT_FOUND),
-            **{event: to(_K.CLOSED) for event in (OwnerLost, ResumeFailed, Close, Timer)},
+            **{event: to(_K.CLOSED) for event in (OwnerLost, ResumeFailed, Close, TimerFired)},
         },
         _K.FAILED: {
             CheckpointReceived: refuse(NOT_FOUND),
-            **{event: to(_K.FAILED) for event in (OwnerLost, ResumeFailed, Timer)},
+            **{event: to(_K.FAILED) for event in (OwnerLost, ResumeFailed, TimerFired)},
             Close: to(_K.CLOSED),
         },
     },
@@ -435,7 +435,7 @@ class SessionLedger:
         )
 
     def next_deadline_ms(self) -> int | None:
-        """Return when `Timer` is next due, or None."""
+        """Return when `TimerFired` is next due, or None."""
         return self._deadline_ms
 
     # Events
@@ -461,7 +461,7 @@ class SessionLedger:
                 return self._orphan(now_ms) if current else ()
             case Close():
                 return self._close(now_ms)
-            case Timer():
+            case TimerFired():
                 due = self._deadline_ms is not None and now_ms >= self._deadline_ms
                 return self._time_out(now_ms) if due else ()
             case _:

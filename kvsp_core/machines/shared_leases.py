@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Iterable
 from enum import Enum
-from typing import Final, TypeAlias, assert_never
+from typing import Final, TypeAlias, assert_never, get_args
 
 import attrs
 
@@ -139,7 +139,7 @@ _ABSENT, _ASKED, _HELD = SharedState
 TABLE: Final = Table(
     "lease that loads share",
     states=tuple(SharedState),
-    events=(Want, Answered, Unanswered, Done),
+    events=get_args(Event),
     cells={
         _ABSENT: {Want: to(_ASKED), Done: to(_ABSENT)},
         _ASKED: {

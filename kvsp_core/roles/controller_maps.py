@@ -255,7 +255,7 @@ class ShardMaps:
     def fire(self, now_ms: int) -> None:
         """Let the deadlines that have come take effect."""
         for map_id in self._alarms.take_due(now_ms):
-            self._apply(map_id, m.Timer(), now_ms)
+            self._apply(map_id, m.TimerFired(), now_ms)
             group = self._groups.get(map_id)
             if group is None or not isinstance(group.state, m.Stable) or map_id in self._over:
                 continue

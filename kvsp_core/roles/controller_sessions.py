@@ -29,7 +29,7 @@ from kvsp_core.machines.session import (
     SessionKind,
     SessionLedger,
     SessionTimes,
-    Timer,
+    TimerFired,
 )
 from kvsp_core.roles.controller_store import StoredSession, session_writes
 from kvsp_core.roles.role import Persist, Write
@@ -138,7 +138,7 @@ class Sessions:
         for session in self._alarms.take_due(now_ms):
             ledger = self._ledgers.get(session)
             if ledger is not None:
-                done.append((ledger, self.apply(ledger, Timer(), now_ms)))
+                done.append((ledger, self.apply(ledger, TimerFired(), now_ms)))
         return done
 
     def lose(self, owner: Owner, now_ms: int) -> list[tuple[SessionLedger, tuple[Effect, ...]]]:

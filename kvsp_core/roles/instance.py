@@ -347,8 +347,8 @@ class Instance:
     def _tick(self, now_ms: int) -> None:
         self._live(lifecycle.TimerFired(), now_ms)
         self._work.emit(*self._blocks.handle(TimerFired(), now_ms))
-        self._prefetches.handle(prefetch.Timer(), now_ms)
-        self._loads.handle(prefetch.Timer(), now_ms)
+        self._prefetches.handle(prefetch.TimerFired(), now_ms)
+        self._loads.handle(prefetch.TimerFired(), now_ms)
         self._sessions.time_passed(now_ms)
         self._copies.time_passed(now_ms)
         self._shards.time_passed(now_ms)

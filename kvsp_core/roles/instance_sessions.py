@@ -568,8 +568,8 @@ class Sessions:
                 self._abort(session, now_ms)
                 del self._sessions[name]
                 continue
-            self._advance(session, resume.Timer(), now_ms)
-            self._through_gate(session, output.Timer(), now_ms)
+            self._advance(session, resume.TimerFired(), now_ms)
+            self._through_gate(session, output.TimerFired(), now_ms)
             self._schedule(session)
             again_ms = self._alarms.of(name)
             if again_ms is not None and again_ms <= now_ms:  # what was due could not be done yet

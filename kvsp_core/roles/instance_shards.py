@@ -543,7 +543,7 @@ class Shards:
     def time_passed(self, now_ms: int) -> None:
         """Let deadlines that have come take effect."""
         for map_id in self._alarms.take_due(now_ms):
-            self._advance(self._shards[map_id], member.Timer(), now_ms)
+            self._advance(self._shards[map_id], member.TimerFired(), now_ms)
         for map_id in self._retries.take_due(now_ms):
             self._seek(self._shards[map_id], now_ms)
             self._fill(self._shards[map_id], now_ms)

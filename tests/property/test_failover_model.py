@@ -188,9 +188,9 @@ class Model(RuleBasedStateMachine):
     @rule(ms=st.integers(1, 300))
     def time_passes(self, ms: int) -> None:
         self.now_ms += ms
-        self.to_ledger(session.Timer())
+        self.to_ledger(session.TimerFired())
         for it in self.instances.values():
-            self.to_gate(it, output.Timer())
+            self.to_gate(it, output.TimerFired())
 
     # The network
 
@@ -306,7 +306,7 @@ class Model(RuleBasedStateMachine):
 
     def heal(self) -> None:
         self.now_ms += 300
-        self.to_ledger(session.Timer())
+        self.to_ledger(session.TimerFired())
         if self.ledger.kind is SessionKind.ORPHANED:
             self.needs_target = False
             target = self.instances[INSTANCES[0]]
@@ -316,7 +316,7 @@ class Model(RuleBasedStateMachine):
             event = resume.ResumeReceived(epoch=checkpoint.epoch, checkpoint=checkpoint)
             self.to_instance(self.instances[name], event)
         for it in self.instances.values():
-            self.to_gate(it, output.Timer())
+            self.to_gate(it, output.TimerFired())
         owner = self.ledger.owner
         if owner is not None:
             it = self.instances[owner.instance]

@@ -86,7 +86,7 @@ class Model(RuleBasedStateMachine):
     @rule(ms=st.integers(0, 60))
     def time_passes(self, ms: int) -> None:
         self.now_ms += ms
-        self.apply(m.Timer())
+        self.apply(m.TimerFired())
 
     @precondition(lambda self: not self.ended)
     @rule(tokens=draw.token_runs)

@@ -190,7 +190,7 @@ class Prefetching(RuleBasedStateMachine):
     @rule(later_ms=st.integers(0, 250))
     def time_passes(self, later_ms: int) -> None:
         self.now_ms += later_ms
-        self.handle(m.Timer())
+        self.handle(m.TimerFired())
 
     @rule()
     def frozen_and_thawed(self) -> None:
@@ -248,7 +248,7 @@ class Prefetching(RuleBasedStateMachine):
             elif self.stores:
                 self.handle(m.LoadReport(self.stores.popitem()[0], load.StoreFailed()))
         self.now_ms += 10_000
-        self.handle(m.Timer())
+        self.handle(m.TimerFired())
         self.handle(m.RequestsRun(False))
         assert self.leases == set(), "a lease was never released"
         assert self.pinned == set()

@@ -208,9 +208,9 @@ class Resharding(RuleBasedStateMachine):
     @rule(later_ms=st.sampled_from([1, 100, 200, 500]))
     def time_passes(self, later_ms: int) -> None:
         self.now_ms += later_ms
-        self.coordinate(reshard.Timer())
+        self.coordinate(reshard.TimerFired())
         for member in MEMBERS:
-            self.take_part(member, reshard_member.Timer())
+            self.take_part(member, reshard_member.TimerFired())
 
     @rule()
     def coordinator_crashes(self) -> None:

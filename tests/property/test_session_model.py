@@ -89,7 +89,7 @@ class Model(RuleBasedStateMachine):
     @rule(ms=st.integers(0, 150))
     def time_passes(self, ms: int) -> None:
         self.now_ms += ms
-        self.apply(m.Timer())
+        self.apply(m.TimerFired())
 
     @rule(data=st.data())
     def something_happens(self, data: st.DataObject) -> None:

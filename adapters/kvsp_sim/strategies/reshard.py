@@ -67,7 +67,7 @@ def coordinator_events() -> st.SearchStrategy[reshard.Event]:
         st.builds(reshard.AbortAnswered, instances, versions),
         st.builds(reshard.CallFailed, instances, versions),
         st.builds(reshard.MemberLost, instances),
-        st.just(reshard.Timer()),
+        st.just(reshard.TimerFired()),
     )
 
 
@@ -101,5 +101,5 @@ def member_events() -> st.SearchStrategy[reshard_member.Event]:
         st.builds(reshard_member.AbortReceived, versions),
         st.builds(reshard_member.Loaded, versions),
         st.builds(reshard_member.LoadFailed, versions),
-        st.just(reshard_member.Timer()),
+        st.just(reshard_member.TimerFired()),
     )

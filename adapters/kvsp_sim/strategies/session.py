@@ -66,7 +66,7 @@ def ledger_events(recorded: tuple[int, ...], epoch: int) -> st.SearchStrategy[se
         st.builds(session.TargetChosen, owners),
         st.builds(session.ResumeFailed, st.integers(max(0, epoch - 1), epoch)),
         st.builds(session.Open, owners),
-        st.just(session.Timer()),
+        st.just(session.TimerFired()),
     )
 
 
@@ -80,5 +80,5 @@ def instance_events() -> st.SearchStrategy[resume.Event]:
         st.builds(resume.BlocksLoaded, epochs, st.integers(0, 4)),
         st.builds(resume.PromptReceived, epochs, st.booleans()),
         st.builds(resume.SessionEnded, epochs),
-        st.just(resume.Timer()),
+        st.just(resume.TimerFired()),
     )

@@ -347,13 +347,6 @@ def test_an_instance_that_does_not_report_cannot_be_moved(event: Event) -> None:
     assert refused.problem.type is NOT_FOUND
 
 
-def test_alarms_do_not_pile_up() -> None:
-    machine = fleet()
-    for seq in range(1000):
-        report(machine, 0, seq=seq, ttl_ms=TTL_MS + seq % 7)
-    assert len(machine._alarms) <= 2
-
-
 def test_a_frozen_fleet_goes_on_elsewhere_at_another_time() -> None:
     machine = fleet()
     report(machine, 0, state="sleeping")

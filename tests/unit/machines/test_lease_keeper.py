@@ -19,7 +19,7 @@ from kvsp_core.machines.lease_keeper import (
     Release,
     Renew,
     Start,
-    Timer,
+    TimerFired,
     Unanswered,
 )
 from kvsp_core.machines.table import Cell, Kind
@@ -39,9 +39,9 @@ def held(asked_ms: int = 0, answered_ms: int = 100) -> LeaseKeeper:
 def test_it_is_renewed_at_a_third_of_its_time_counted_from_asking() -> None:
     keeper = held(asked_ms=0, answered_ms=250)
     assert keeper.next_deadline_ms() == 300
-    assert keeper.handle(Timer(), 299) == ()
-    assert keeper.handle(Timer(), 300) == (Renew("one", TTL),)
-    assert keeper.handle(Timer(), 301) == (), "one call at a time"
+    assert keeper.handle(TimerFired(), 299) == ()
+    assert keeper.handle(TimerFired(), 300) == (Renew("one", TTL),)
+    assert keeper.handle(TimerFired(), 301) == (), "one call at a time"
     assert keeper.handle(Answered(200, "one", TTL), 400) == (Held(),)
     assert keeper.next_deadline_ms() == 600
 
@@ -52,7 +52,7 @@ def test_where_only_shorter_leases_are_granted_such_a_one_is_asked_for() -> None
     keeper.handle(Start(), 0)
     assert keeper.handle(Answered(429, max_ttl_ms=600), 10) == (Acquire(600),)
     assert keeper.handle(Answered(201, "one", 600), 20) == (Held(),)
-    assert keeper.handle(Timer(), 210) == (Renew("one", 600),)
+    assert keeper.handle(TimerFired(), 210) == (Renew("one", 600),)
     assert keeper.handle(Answered(429, max_ttl_ms=300), 220) == (Renew("one", 300),)
     assert keeper.handle(Answered(429, max_ttl_ms=300), 230) == ()  # it cannot be meant
     assert keeper.is_held
@@ -68,19 +68,19 @@ def test_a_holder_that_refuses_what_it_says_it_grants_is_not_asked_without_end()
 
 def test_a_renewal_is_repeated_while_the_lease_lasts() -> None:
     keeper = held()
-    keeper.handle(Timer(), 300)
+    keeper.handle(TimerFired(), 300)
     assert keeper.handle(Unanswered(), 350) == ()
     assert keeper.is_held
     assert keeper.next_deadline_ms() == 450
-    assert keeper.handle(Timer(), 450) == (Renew("one", TTL),)
+    assert keeper.handle(TimerFired(), 450) == (Renew("one", TTL),)
     assert keeper.handle(Answered(503), 500) == ()
-    assert keeper.handle(Timer(), 900) == (Lost(None),)
+    assert keeper.handle(TimerFired(), 900) == (Lost(None),)
     assert not keeper.is_held
 
 
 def test_a_holder_that_has_forgotten_it_is_asked_anew() -> None:
     keeper = held()
-    keeper.handle(Timer(), 300)
+    keeper.handle(TimerFired(), 300)
     assert keeper.handle(Answered(404), 310) == (Acquire(TTL),)
     assert not keeper.is_held
     assert keeper.handle(Answered(201, "two", TTL), 320) == (Held(),)
@@ -102,7 +102,7 @@ def test_what_is_granted_after_all_is_given_back() -> None:
     assert keeper.handle(Release(), 1) == ()
     assert keeper.handle(Answered(201, "late", TTL), 2) == (GiveBack("late"),)
     keeper = held()
-    keeper.handle(Timer(), 300)
+    keeper.handle(TimerFired(), 300)
     assert keeper.handle(Release(), 301) == (GiveBack("one"),)
     assert keeper.handle(Answered(200, "one", TTL), 302) == (), "it was given back already"
 
@@ -131,7 +131,7 @@ EVENTS: dict[type, Any] = {
     Start: Start(),
     Answered: Answered(404),
     Unanswered: Unanswered(),
-    Timer: Timer(),
+    TimerFired: TimerFired(),
     Release: Release(),
 }
 

@@ -59,8 +59,8 @@ def test_a_first_checkpoint_that_gets_no_answer_is_sent_again() -> None:
     assert it.next_deadline_ms() is None
     assert it.handle(m.CheckpointFailed(), 10) == ()
     assert it.next_deadline_ms() == 60
-    assert it.handle(m.Timer(), 59) == ()
-    assert it.handle(m.Timer(), 60) == (m.SendCheckpoint(0),)
+    assert it.handle(m.TimerFired(), 59) == ()
+    assert it.handle(m.TimerFired(), 60) == (m.SendCheckpoint(0),)
     assert it.kind is K.OPENING
 
 
@@ -84,7 +84,7 @@ def test_an_acknowledgement_releases_only_what_it_covers() -> None:
     decode(it, 2)
     effects = it.handle(m.CheckpointAcknowledged(1, 1), 0)
     assert effects == (m.Deliver(0, (100,)),)  # the controller recorded less than was sent
-    assert it.handle(m.Timer(), it.next_deadline_ms() or 0) == (m.SendCheckpoint(2),)
+    assert it.handle(m.TimerFired(), it.next_deadline_ms() or 0) == (m.SendCheckpoint(2),)
 
 
 @pytest.mark.requirement("CP-3")
@@ -108,8 +108,8 @@ def test_a_token_is_held_for_a_bounded_time() -> None:
     it = opened(max_hold_ms=100)
     decode(it, 1, now_ms=1000)
     assert it.next_deadline_ms() == 1100
-    assert it.handle(m.Timer(), 1099) == ()
-    assert it.handle(m.Timer(), 1100) == (m.SendCheckpoint(1),)
+    assert it.handle(m.TimerFired(), 1099) == ()
+    assert it.handle(m.TimerFired(), 1100) == (m.SendCheckpoint(1),)
     assert it.next_deadline_ms() is None
 
 
@@ -163,16 +163,16 @@ def test_a_checkpoint_that_failed_is_sent_again_with_what_came_since() -> None:
     decode(it, 2)
     it.handle(m.CheckpointFailed(), 0)
     assert decode(it, 1) == ()
-    assert it.handle(m.Timer(), 50) == (m.SendCheckpoint(3),)
+    assert it.handle(m.TimerFired(), 50) == (m.SendCheckpoint(3),)
 
 
 def test_a_single_token_whose_checkpoint_failed_is_not_held_for_ever() -> None:
     it = opened(retry_ms=50, max_hold_ms=100)
     decode(it, 1)
-    it.handle(m.Timer(), 100)
+    it.handle(m.TimerFired(), 100)
     it.handle(m.CheckpointFailed(), 110)
     assert it.next_deadline_ms() == 160
-    assert it.handle(m.Timer(), 160) == (m.SendCheckpoint(1),)
+    assert it.handle(m.TimerFired(), 160) == (m.SendCheckpoint(1),)
 
 
 # Pausing
@@ -343,7 +343,7 @@ EVENTS: dict[type, m.Event] = {
     m.Attached: m.Attached(0),
     m.StreamReady: m.StreamReady(),
     m.Detached: m.Detached(),
-    m.Timer: m.Timer(),
+    m.TimerFired: m.TimerFired(),
 }
 
 

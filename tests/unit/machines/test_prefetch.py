@@ -32,7 +32,7 @@ from kvsp_core.machines.prefetch import (
     RequestArrived,
     RequestsRun,
     Submit,
-    Timer,
+    TimerFired,
     Unpin,
     Withdraw,
 )
@@ -251,8 +251,8 @@ def test_a_two_block_directive_one_half_of_which_never_ends_is_partial_at_its_de
     world.load(1)
     world.report(2, load.LeaseGranted(H1, "lease2"))
     assert world.table.next_deadline_ms() == NOW + 50
-    assert world.handle(Timer(), after_ms=49) == ()
-    effects = world.handle(Timer(), after_ms=1)
+    assert world.handle(TimerFired(), after_ms=49) == ()
+    effects = world.handle(TimerFired(), after_ms=1)
     assert [e.effect for e in of(LoadRequest, effects)] == [
         load.CancelFetch(0),
         load.ReleaseLease(H1, "lease2"),
@@ -266,7 +266,7 @@ def test_a_two_block_directive_one_half_of_which_never_ends_is_partial_at_its_de
 def test_at_the_deadline_it_is_partial_even_with_nothing_loaded() -> None:
     world = World()
     world.handle(directive(1))
-    assert world.handle(Timer(), after_ms=50) == (CancelLookup("d1"), Ended("d1", PARTIAL, 0, 1))
+    assert world.handle(TimerFired(), after_ms=50) == (CancelLookup("d1"), Ended("d1", PARTIAL, 0, 1))
     assert world.look_up(1) == ()
     assert (world.state(), world.table.loads) == (PARTIAL, 0)
 
@@ -278,7 +278,7 @@ def test_a_late_completion_is_listed_where_it_became_resident_and_never_changes_
     world.look_up(1, 2)
     world.load(1)
     world.fetch(2)
-    world.handle(Timer(), after_ms=50)
+    world.handle(TimerFired(), after_ms=50)
     assert (world.state(), world.loaded()) == (PARTIAL, [1])
     assert PublishBlock(key(2)) in world.store(2)
     assert (world.state(), world.loaded()) == (PARTIAL, [1, 2])
@@ -299,7 +299,7 @@ def test_a_lease_granted_after_the_deadline_is_released() -> None:
     world = World()
     world.handle(directive(1))
     world.look_up(1)
-    world.handle(Timer(), after_ms=50)
+    world.handle(TimerFired(), after_ms=50)
     effects = world.report(1, load.LeaseGranted(H1, "late"))
     assert effects == (LoadRequest(0, key(1), load.ReleaseLease(H1, "late")),)
     effects = world.handle(LoadReport(99, load.LeaseGranted(H1, "stray")))
@@ -385,7 +385,7 @@ def test_pending_directives_are_limited() -> None:
     world.handle(directive(3, name="d2"))
     assert problems(world.handle(directive(4, name="d3"))) == [UNAVAILABLE]
     assert world.state("d3") is ABSENT
-    world.handle(Timer(), after_ms=50)
+    world.handle(TimerFired(), after_ms=50)
     assert world.handle(directive(4, name="d3"))[0] == Accepted("d3")
 
 
@@ -432,8 +432,8 @@ def test_while_requests_run_blocks_load_one_by_one_and_requests_have_as_much_tim
     world.load(1)
     assert world.table.loads == 0
     assert world.table.next_deadline_ms() == world.now_ms + 7
-    assert world.handle(Timer(), after_ms=6) == ()
-    world.handle(Timer(), after_ms=1)
+    assert world.handle(TimerFired(), after_ms=6) == ()
+    world.handle(TimerFired(), after_ms=1)
     assert sorted(world.jobs().values()) == [1, 2]
     world.load(2)
     assert sorted(world.jobs().values()) == [1, 2, 3]
@@ -465,12 +465,12 @@ def test_a_directive_that_its_request_waits_for_is_not_held_up() -> None:
 def test_a_block_whose_share_of_the_time_is_over_does_not_wait_for_the_one_before() -> None:
     world = spared(1, 2, 3, 4)
     assert world.table.next_deadline_ms() == NOW + 8000 // 8
-    world.handle(Timer(), after_ms=1000)
+    world.handle(TimerFired(), after_ms=1000)
     assert sorted(world.jobs().values()) == [1, 2]
     world.handle(directive(9, name="urgent", deadline_ms=40))
     world.look_up(9, name="urgent")
     assert world.table.next_deadline_ms() == world.now_ms + 20
-    world.handle(Timer(), after_ms=20)
+    world.handle(TimerFired(), after_ms=20)
     assert sorted(world.jobs().values()) == [1, 2, 9]
 
 
@@ -487,7 +487,7 @@ def test_a_deadline_is_met_although_requests_run(load_ms: int) -> None:
         world.now_ms = min(due_ms, *(end for end in ends.values() if end > world.now_ms), NOW + 1000)
         for number in [number for number, end in ends.items() if end == world.now_ms]:
             world.load(number)
-        world.handle(Timer())
+        world.handle(TimerFired())
     assert world.state() is COMPLETE
     assert world.now_ms < NOW + 1000
 
@@ -499,7 +499,7 @@ def test_what_two_directives_want_is_loaded_once() -> None:
     world.handle(directive(1, 2, name="d2", deadline_ms=500))
     world.look_up(1, 2, name="d2")
     assert sorted(world.jobs().values()) == [1, 2]
-    world.handle(Timer(), after_ms=50)
+    world.handle(TimerFired(), after_ms=50)
     assert (world.state("d1"), world.table.loads) == (PARTIAL, 2)
     world.load(1)
     assert (world.loaded("d1"), world.loaded("d2")) == ([1], [1])
@@ -521,7 +521,7 @@ def test_a_directive_that_comes_while_a_block_is_stored_waits_for_it() -> None:
     world.handle(directive(1))
     world.look_up(1)
     world.fetch(1)
-    world.handle(Timer(), after_ms=50)
+    world.handle(TimerFired(), after_ms=50)
     world.handle(directive(1, name="d2"))
     world.look_up(1, name="d2")
     assert list(world.jobs()) == [0]
@@ -560,8 +560,8 @@ def test_pins_lapse_when_the_request_does_not_come() -> None:
     world.look_up(1)
     world.load(1)
     assert world.table.next_deadline_ms() == NOW + 2000
-    assert world.handle(Timer(), after_ms=1999) == ()
-    assert world.handle(Timer(), after_ms=1) == (Unpin(key(1)),)
+    assert world.handle(TimerFired(), after_ms=1999) == ()
+    assert world.handle(TimerFired(), after_ms=1) == (Unpin(key(1)),)
     assert world.loaded() == [1]
 
 
@@ -576,9 +576,9 @@ def test_a_block_of_two_directives_is_pinned_until_the_last_lets_go() -> None:
 def test_an_outcome_is_forgotten_after_a_time() -> None:
     world = World(kept_ms=5000)
     world.handle(directive(1, held=(1,)))
-    world.handle(Timer(), after_ms=4999)
+    world.handle(TimerFired(), after_ms=4999)
     assert world.state() is COMPLETE
-    world.handle(Timer(), after_ms=1)
+    world.handle(TimerFired(), after_ms=1)
     assert (world.state(), world.table.status("d1")) == (ABSENT, None)
     assert world.table.next_deadline_ms() is None
     assert world.handle(directive(2))[0] == Accepted("d1")
@@ -598,7 +598,7 @@ def test_a_block_that_two_directives_name_may_make_room_for_one_by_the_end_of_th
     world.look_up(1)
     world.handle(directive(1, name="d2"))
     world.look_up(1, name="d2")
-    world.handle(Timer(), after_ms=50)
+    world.handle(TimerFired(), after_ms=50)
     world.handle(directive(3, name="d3", held=(3,)))
     assert (world.state("d1"), world.state("d2"), world.state("d3")) == (PENDING, PARTIAL, COMPLETE)
     world.load(1)
@@ -618,7 +618,7 @@ def test_directives_that_come_and_go_leave_nothing_behind() -> None:
     for n in range(500):
         world.handle(directive(1, name=f"d{n}", held=(1,), deadline_ms=10**6))
     assert world.state("d498") is ABSENT
-    assert len(world.table._deadlines) < 100
+    assert [name for _, name in world.table._alarms] == ["d499"]
 
 
 @pytest.mark.requirement("PF-4")
@@ -629,7 +629,7 @@ def test_blocks_whose_turn_never_came_leave_nothing_behind() -> None:
     for n in range(100):
         world.handle(directive(2, 3, 4, name=f"w{n}", deadline_ms=10))
         world.look_up(2, 3, 4, name=f"w{n}")
-        world.handle(Timer(), after_ms=10)
+        world.handle(TimerFired(), after_ms=10)
     assert world.table.loads == 1
     assert len(world.table._queue._ready) < 100
     world.handle(directive(2, 5, name="last", deadline_ms=10))
@@ -654,7 +654,7 @@ def test_durations_are_cut_to_the_limit() -> None:
     world = World(directive_ms=100)
     world.handle(directive(1, deadline_ms=10**9, lease_ms=10**9))
     assert world.table.next_deadline_ms() == NOW + 100
-    world.handle(Timer(), after_ms=100)
+    world.handle(TimerFired(), after_ms=100)
     assert world.table.next_deadline_ms() == NOW + 200
 
 
@@ -670,7 +670,7 @@ def test_a_frozen_table_goes_on_where_it_stood() -> None:
     assert hash(again.freeze(77_000)) == hash(frozen)
     assert again.next_deadline_ms() == 77_050
     assert (again.loads, again.pending) == (world.table.loads, world.table.pending)
-    assert again.handle(Timer(), 77_050) == world.handle(Timer(), after_ms=50)
+    assert again.handle(TimerFired(), 77_050) == world.handle(TimerFired(), after_ms=50)
     assert again.freeze(77_050) == world.table.freeze(world.now_ms)
 
 
@@ -682,7 +682,7 @@ def test_a_frozen_table_spares_requests_as_before() -> None:
     again = PrefetchTable.thaw(frozen, 77_000)
     assert again.freeze(77_000) == frozen
     assert again.next_deadline_ms() == 77_007
-    assert again.handle(Timer(), 77_007) == world.handle(Timer(), after_ms=7) != ()
+    assert again.handle(TimerFired(), 77_007) == world.handle(TimerFired(), after_ms=7) != ()
     assert again.freeze(77_007) == world.table.freeze(world.now_ms)
 
 
@@ -703,7 +703,7 @@ class _Subject:
         if kind is COMPLETE:
             self.world.load(2)
         if kind is PARTIAL:
-            self.world.handle(Timer(), after_ms=50)
+            self.world.handle(TimerFired(), after_ms=50)
 
     def kind(self) -> Kind:
         return self.world.state()
@@ -727,7 +727,7 @@ EVENTS = {
         Awaited("d1"),
         RequestsRun(True),
         Withdraw("d1"),
-        Timer(),
+        TimerFired(),
     )
 }
 

@@ -34,7 +34,7 @@ from kvsp_core.machines.reshard import (
     ReshardRecord,
     Stable,
     State,
-    Timer,
+    TimerFired,
     freeze,
     next_deadline_ms,
     recover,
@@ -114,8 +114,8 @@ def test_it_is_stable_again_when_all_have_heard() -> None:
 def test_the_deadline_aborts_for_all() -> None:
     state, _ = run(STABLE, BEGIN, *ACKS[:2])
     assert next_deadline_ms(state) == 1200
-    assert run(state, Timer(), now_ms=1199) == (state, ())
-    state, effects = run(state, Timer(), now_ms=1200)
+    assert run(state, TimerFired(), now_ms=1199) == (state, ())
+    state, effects = run(state, TimerFired(), now_ms=1200)
     assert isinstance(state, Aborting)
     assert state.map == THREE
     assert effects[1:] == (Abort(A, 5), Abort(B, 5), Abort(C, 5))
@@ -145,8 +145,8 @@ def test_a_refusal_aborts_for_all_and_asks_the_owners_whether_they_still_hold() 
 
 @pytest.mark.requirement("RS-6")
 def test_the_attempt_after_an_abort_has_a_version_never_planned_before() -> None:
-    state, _ = run(STABLE, BEGIN, Timer(), now_ms=1000)
-    state, _ = run(state, Timer(), now_ms=1200)
+    state, _ = run(STABLE, BEGIN, TimerFired(), now_ms=1000)
+    state, _ = run(state, TimerFired(), now_ms=1200)
     state, _ = run(state, *(AbortAnswered(i, 5) for i in (A, B, C)))
     assert state == Stable(map=THREE, highest=5)
     state, effects = run(state, BEGIN)
@@ -165,17 +165,17 @@ def test_only_one_attempt_at_a_time() -> None:
 def test_a_call_that_failed_is_made_again() -> None:
     preparing, _ = run(STABLE, BEGIN)
     state, _ = run(preparing, CallFailed(B, 5))
-    state, effects = transition(state, Timer(), 1100, retry_ms=100)
+    state, effects = transition(state, TimerFired(), 1100, retry_ms=100)
     assert effects == ()
     failed, _ = transition(preparing, CallFailed(B, 5), 1000, retry_ms=100)
     assert next_deadline_ms(failed) == 1100
-    state, effects = transition(failed, Timer(), 1100)
+    state, effects = transition(failed, TimerFired(), 1100)
     assert [(e.instance, e.plan.deadline_ms) for e in effects if isinstance(e, Prepare)] == [(B, 100)]
     committing, _ = run(STABLE, BEGIN, *ACKS, CallFailed(C, 5), CallFailed(A, 5), CommitAnswered(A, 5, True))
-    assert run(committing, Timer(), now_ms=1500)[1] == (Commit(C, 5),)
+    assert run(committing, TimerFired(), now_ms=1500)[1] == (Commit(C, 5),)
     aborting, _ = run(STABLE, BEGIN, PlanAnswered(B, 5, False), CallFailed(A, 5), CallFailed(B, 4))
     again = (Abort(A, 5), Commit(A, 4), Abort(B, 5), Commit(B, 4))
-    assert run(aborting, Timer(), now_ms=1500)[1] == again
+    assert run(aborting, TimerFired(), now_ms=1500)[1] == again
 
 
 def test_failures_of_calls_that_nobody_waits_for_change_nothing() -> None:
@@ -287,8 +287,8 @@ def test_a_member_left_out_is_told_until_it_acknowledges() -> None:
     assert next_deadline_ms(state) is None
     state, effects = run(state, CallFailed(B, 5))
     assert next_deadline_ms(state) == 1500
-    assert run(state, Timer(), now_ms=1499) == (state, ())
-    state, effects = run(state, Timer(), now_ms=1500)
+    assert run(state, TimerFired(), now_ms=1499) == (state, ())
+    state, effects = run(state, TimerFired(), now_ms=1500)
     assert effects == (Commit(B, 5),)
     assert run(state, CommitAnswered(B, 4, True)) == (state, ())  # it speaks of another version
     state, effects = run(state, CommitAnswered(B, 5, False))
@@ -353,7 +353,7 @@ def test_an_abort_on_its_way_while_the_next_attempt_commits_is_not_the_last_word
     if arrives:
         assert state.owed == frozenset()
     else:
-        state, effects = run(state, Timer(), now_ms=1500)
+        state, effects = run(state, TimerFired(), now_ms=1500)
         assert effects == (Commit(newcomer, 6),)
         state, _ = run(state, CommitAnswered(newcomer, 6, False))
         assert state.owed == frozenset()
@@ -404,7 +404,7 @@ EVENTS = {
         CallFailed(A, 5),
         MemberLost(A),
         MemberBack(A),
-        Timer(),
+        TimerFired(),
     )
 }
 

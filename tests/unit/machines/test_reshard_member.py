@@ -30,7 +30,7 @@ from kvsp_core.machines.reshard_member import (
     Release,
     State,
     StopLoading,
-    Timer,
+    TimerFired,
     freeze,
     may_append,
     next_deadline_ms,
@@ -121,8 +121,8 @@ def test_an_abort_discards_what_was_fetched_and_keeps_what_was_held() -> None:
 @pytest.mark.requirement("RS-5")
 def test_what_cannot_be_loaded_in_time_is_refused_and_discarded() -> None:
     loading, _ = run(OWNER, PlanReceived(GROW))
-    assert run(loading, Timer(), now_ms=1199) == (loading, ())
-    for ended, effects in (run(loading, Timer(), now_ms=1200), run(loading, LoadFailed(5))):
+    assert run(loading, TimerFired(), now_ms=1199) == (loading, ())
+    for ended, effects in (run(loading, TimerFired(), now_ms=1200), run(loading, LoadFailed(5))):
         assert ended == attrs.evolve(OWNER, highest=5)
         assert refusals(effects) == [PLAN_CONFLICT]
         assert Discard(5, ((32, 48),)) in effects
@@ -134,7 +134,7 @@ def test_what_cannot_be_loaded_in_time_is_refused_and_discarded() -> None:
 def test_a_prepared_member_waits_for_the_decision_however_long() -> None:
     state, _ = run(OWNER, PlanReceived(GROW), Loaded(5))
     assert next_deadline_ms(state) is None
-    assert run(state, Timer(), now_ms=10**9) == (state, ())
+    assert run(state, TimerFired(), now_ms=10**9) == (state, ())
 
 
 @pytest.mark.requirement("RS-3")
@@ -331,7 +331,7 @@ EVENTS = {
         Loaded(5),
         LoadFailed(5),
         Appended(32, 33),
-        Timer(),
+        TimerFired(),
     )
 }
 

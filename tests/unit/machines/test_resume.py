@@ -116,8 +116,8 @@ def test_a_prompt_that_came_early_is_not_asked_for() -> None:
 
 def test_a_prompt_that_nobody_brings_ends_the_attempt() -> None:
     state = after(resume(), m.BlocksLoaded(2, blocks=0))
-    assert step(state, m.Timer(), 99) == (state, ())
-    state, (given_up,) = step(state, m.Timer(), 100)
+    assert step(state, m.TimerFired(), 99) == (state, ())
+    state, (given_up,) = step(state, m.TimerFired(), 100)
     assert isinstance(state, m.Ended)
     assert isinstance(given_up, m.GiveUp)
 
@@ -184,7 +184,7 @@ EVENTS: dict[type, m.Event] = {
     m.PrefixLost: m.PrefixLost(epoch=2, checkpoint=checkpoint(), blocks=1),
     m.PromptReceived: m.PromptReceived(2, matches=True),
     m.SessionEnded: m.SessionEnded(2),
-    m.Timer: m.Timer(),
+    m.TimerFired: m.TimerFired(),
 }
 
 

@@ -107,8 +107,8 @@ def test_a_session_that_is_placed_and_never_begun_fails() -> None:
     it = ledger()
     it.handle(m.Open(A), 0)
     assert it.next_deadline_ms() == 100
-    assert it.handle(m.Timer(), 99) == ()
-    effects = it.handle(m.Timer(), 100)
+    assert it.handle(m.TimerFired(), 99) == ()
+    effects = it.handle(m.TimerFired(), 100)
     assert kinds(effects) == [m.PersistSession, m.Failed]
     assert it.kind is K.FAILED
 
@@ -219,7 +219,7 @@ def test_a_session_of_a_failed_instance_is_resumed_from_its_latest_checkpoint() 
 def test_an_instance_that_does_not_confirm_in_time_is_replaced_by_the_next() -> None:
     it = resuming(1)
     assert it.next_deadline_ms() == 50
-    effects = it.handle(m.Timer(), 50)
+    effects = it.handle(m.TimerFired(), 50)
     assert kinds(effects) == [m.PersistSession, m.NeedTarget]
     assert it.record.epoch == 3
     assert it.record.tried == (A.instance, B.instance)
@@ -252,8 +252,8 @@ def test_a_session_waits_a_bounded_time_for_an_instance() -> None:
     it = running(1)
     it.handle(m.OwnerLost(A), 0)
     assert it.next_deadline_ms() == 200
-    assert it.handle(m.Timer(), 199) == ()
-    assert kinds(it.handle(m.Timer(), 200)) == [m.PersistSession, m.Failed]
+    assert it.handle(m.TimerFired(), 199) == ()
+    assert kinds(it.handle(m.TimerFired(), 200)) == [m.PersistSession, m.Failed]
 
 
 def test_a_session_lost_before_its_first_checkpoint_is_placed_anew() -> None:
@@ -283,8 +283,8 @@ def test_a_session_knows_whether_it_goes_on_only_where_the_same_tokens_would_com
 def test_a_session_that_sends_nothing_for_too_long_fails() -> None:
     it = running(1)
     write(it, 1, now_ms=500)
-    assert it.handle(m.Timer(), 1000) == ()
-    assert kinds(it.handle(m.Timer(), 1500)) == [m.PersistSession, m.Failed]
+    assert it.handle(m.TimerFired(), 1000) == ()
+    assert kinds(it.handle(m.TimerFired(), 1500)) == [m.PersistSession, m.Failed]
 
 
 def test_a_closed_session_is_kept_for_a_while_and_then_forgotten() -> None:
@@ -293,8 +293,8 @@ def test_a_closed_session_is_kept_for_a_while_and_then_forgotten() -> None:
     assert it.is_over
     assert refusal(write(it, 1, 2)) is NOT_FOUND
     assert it.handle(m.Close(), 10) == ()
-    assert it.handle(m.Timer(), 299) == ()
-    assert it.handle(m.Timer(), 300) == (m.Forget(),)
+    assert it.handle(m.TimerFired(), 299) == ()
+    assert it.handle(m.TimerFired(), 300) == (m.Forget(),)
     assert it.next_deadline_ms() is None
 
 
@@ -355,7 +355,7 @@ class Subject:
         if kind is K.CLOSED:
             self.it.handle(m.Close(), 0)
         if kind is K.FAILED:
-            self.it.handle(m.Timer(), 10_000)
+            self.it.handle(m.TimerFired(), 10_000)
         assert self.it.kind is kind
 
     def kind(self) -> K:
@@ -375,7 +375,7 @@ EVENTS: dict[type, m.Event] = {
     m.TargetChosen: m.TargetChosen(B),
     m.ResumeFailed: m.ResumeFailed(2),
     m.Close: m.Close(),
-    m.Timer: m.Timer(),
+    m.TimerFired: m.TimerFired(),
 }
 
 
