@@ -193,6 +193,11 @@ class _Generation:
     prompt_wanted: bool = True
     output: out.OutputAssembly = attrs.field(factory=out.OutputAssembly)
 
+    @property
+    def number(self) -> int:
+        """The number that the program gave it."""
+        return self.asked.generation
+
 
 _CLOSE_ATTEMPTS: Final = 5
 _NOBODY: Final = -1  # what a call is for whose answer does not matter
@@ -291,10 +296,10 @@ class FrontEnd:
         if len(self._generations) >= self._max_generations:
             self._own.append(GenerationFailed(number, 503, "too many generations are under way"))
             return
-        self._generations[number] = _Generation(asked, now_ms, now_ms, now_ms)
-        self._place(number, self._generations[number])
+        generation = self._generations[number] = _Generation(asked, now_ms, now_ms, now_ms)
+        self._place(generation)
 
-    def _place(self, number: int, generation: _Generation) -> None:
+    def _place(self, generation: _Generation) -> None:
         asked = generation.asked
         parts = ((asked.scope_id, len(asked.prompt)), *asked.shared)
         request = PlacementRequest(
@@ -305,23 +310,23 @@ class FrontEnd:
             avoid=generation.avoid,
         )
         generation.stage = _Stage.PLACING
-        self._call(number, generation, self._controller, PlaceRequest(), request)
+        self._call(generation, self._controller, PlaceRequest(), request)
 
     def _prefix(self, tokens: tuple[int, ...], scope_id: str) -> ScopedPrefix:
         keys, _ = block_keys(self._scopes[scope_id], self._descriptor, tokens)
         return ScopedPrefix(scope_id=scope_id, block_keys=tuple(key.hex() for key in keys))
 
-    def _placed(self, number: int, generation: _Generation, answer: PlacementAnswer, now_ms: int) -> None:
+    def _placed(self, generation: _Generation, answer: PlacementAnswer, now_ms: int) -> None:
         generation.session, generation.epoch = answer.session, answer.epoch
         generation.instance, generation.request_ref = answer.instance, answer.request_ref
         generation.since_ms = now_ms
         chosen = [cost for cost in answer.candidates if cost.instance == answer.instance]
         generation.cached_tokens = sum(cost.resident_tokens + cost.fetched_tokens for cost in chosen)
-        self._attach(number, generation)
+        self._attach(generation)
 
     # Streaming
 
-    def _attach(self, number: int, generation: _Generation) -> None:
+    def _attach(self, generation: _Generation) -> None:
         """Ask the owner for the output from the next index on."""
         asked, begins = generation.asked, generation.prompt_wanted
         request = OutputRequest(
@@ -334,13 +339,13 @@ class FrontEnd:
             request_ref=generation.request_ref,
         )
         generation.stage = _Stage.STREAMING
-        self._call(number, generation, generation.instance, StreamOutput(generation.session), request)
+        self._call(generation, generation.instance, StreamOutput(generation.session), request)
 
     def _stream_started(self, call_id: int, now_ms: int) -> None:
-        number, generation = self._of(call_id)
+        generation = self._of(call_id)
         if generation is not None and generation.stage is _Stage.STREAMING:
             if generation.cached_tokens is not None:
-                self._own.append(GenerationPlaced(number, generation.cached_tokens))
+                self._own.append(GenerationPlaced(generation.number, generation.cached_tokens))
                 generation.cached_tokens = None
             if not generation.failures:  # streams that begin and bring no token lead nowhere
                 generation.since_ms = now_ms
@@ -348,7 +353,7 @@ class FrontEnd:
             generation.prompt_wanted = generation.output.next_index == 0
 
     def _line(self, call_id: int, line: bytes, now_ms: int) -> None:
-        number, generation = self._of(call_id)
+        generation = self._of(call_id)
         if generation is None:
             return
         try:
@@ -357,19 +362,19 @@ class FrontEnd:
             said = None
         if said is None or said.epoch > generation.epoch:
             # An instance serves the epoch that it was asked for; of a later one the controller tells.
-            self._cut(number, generation, now_ms)
+            self._cut(generation, now_ms)
         elif said.epoch < generation.epoch:
             pass  # of an instance that was failed over from (MG-3)
         elif isinstance(said, OutputToken):
-            self._take(number, generation, out.TokenArrived(said.index, said.epoch, said.token), now_ms)
+            self._take(generation, out.TokenArrived(said.index, said.epoch, said.token), now_ms)
         elif said.end == "error":
-            self._engine_failed(number, generation, said, now_ms)
+            self._engine_failed(generation, said, now_ms)
         else:
-            self._take(number, generation, out.EndArrived(said.end, said.index, said.epoch), now_ms)
+            self._take(generation, out.EndArrived(said.end, said.index, said.epoch), now_ms)
         if generation.stage is _Stage.STREAMING and now_ms - generation.since_ms >= self._patience_ms:
-            self._fail(number, generation, 504, "nobody goes on with the output")
+            self._fail(generation, 504, "nobody goes on with the output")
 
-    def _engine_failed(self, number: int, generation: _Generation, said: OutputEnd, now_ms: int) -> None:
+    def _engine_failed(self, generation: _Generation, said: OutputEnd, now_ms: int) -> None:
         """The engine cannot go on. Before the first token another instance may do better; after it only one
         that the controller moves the session to. Neither is tried for long: what fails everywhere is of the
         request."""
@@ -377,56 +382,56 @@ class FrontEnd:
         generation.failed_at, generation.failed_ms = (generation.instance, generation.epoch), now_ms
         if generation.engine_failures >= MAX_ENGINE_FAILURES:
             detail = said.detail or "the engine failed on it"
-            self._fail(number, generation, 502, f"{generation.engine_failures} attempts failed: {detail}")
+            self._fail(generation, 502, f"{generation.engine_failures} attempts failed: {detail}")
         elif generation.output.next_index:
-            self._cut(number, generation, now_ms)
+            self._cut(generation, now_ms)
         else:
-            self._work.cancel(generation.call or 0)
-            self._place_elsewhere(number, generation, now_ms)
+            self._hang_up(generation)
+            self._place_elsewhere(generation, now_ms)
 
-    def _take(self, number: int, generation: _Generation, event: out.Event, now_ms: int) -> None:
+    def _take(self, generation: _Generation, event: out.Event, now_ms: int) -> None:
         for effect in generation.output.handle(event, now_ms):
             match effect:
                 case out.Deliver(index, token):
                     generation.since_ms, generation.failures = now_ms, 0
                     generation.engine_failures, generation.failed_at = 0, None
                     generation.prompt_wanted = False
-                    self._own.append(TokenReady(number, index, token))
+                    self._own.append(TokenReady(generation.number, index, token))
                 case out.Finished(reason):
-                    self._own.append(GenerationEnded(number, reason))
-                    self._close(number, generation)
+                    self._own.append(GenerationEnded(generation.number, reason))
+                    self._close(generation)
                 case out.Contradicted(detail):
-                    self._fail(number, generation, 502, detail)
+                    self._fail(generation, 502, detail)
                 case out.AskAgain():
-                    self._ask(number, generation, now_ms)
+                    self._ask(generation, now_ms)
                 case _:
                     assert_never(effect)
 
     # Taking up again
 
-    def _ask(self, number: int, generation: _Generation, now_ms: int) -> None:
+    def _ask(self, generation: _Generation, now_ms: int) -> None:
         """Ask the controller who owns the session; later, where asking led nowhere before."""
-        self._work.cancel(generation.call or 0)
-        generation.stage, generation.call = _Stage.ASKING, None
+        self._hang_up(generation)
+        generation.stage = _Stage.ASKING
         generation.failures += 1
         if generation.failures > 1:
-            self._retry(number, generation, now_ms)
+            self._retry(generation, now_ms)
         else:
-            self._call(number, generation, self._controller, GetSession(generation.session))
+            self._call(generation, self._controller, GetSession(generation.session))
 
-    def _informed(self, number: int, generation: _Generation, info: SessionInfo, now_ms: int) -> None:
+    def _informed(self, generation: _Generation, info: SessionInfo, now_ms: int) -> None:
         if info.state == "failed":
-            self._fail(number, generation, 502, info.detail or "the session has failed")
+            self._fail(generation, 502, info.detail or "the session has failed")
         elif info.state in ("finished", "cancelled"):
-            self._fail(number, generation, 502, "the session was ended by somebody else")
+            self._fail(generation, 502, "the session was ended by somebody else")
         elif info.instance is None:
-            self._retry(number, generation, now_ms)
+            self._retry(generation, now_ms)
         elif (info.instance, info.epoch) == generation.failed_at:
             # An engine may take its instance with it, which the controller finds out a while later.
             if now_ms - generation.failed_ms >= ENGINE_FAILURE_MS:
-                self._fail(number, generation, 502, "the engine failed, and the session stays with it")
+                self._fail(generation, 502, "the engine failed, and the session stays with it")
             else:
-                self._led_nowhere(number, generation, now_ms)
+                self._led_nowhere(generation, now_ms)
         else:
             if (info.instance, info.epoch) != (generation.instance, generation.epoch):
                 generation.instance, generation.epoch = info.instance, info.epoch
@@ -434,65 +439,70 @@ class FrontEnd:
             # Once a session has begun it goes on from its checkpoint: with the prompt an instance that has
             # not heard of that yet would begin it anew.
             generation.prompt_wanted = info.state == "placed"
-            self._attach(number, generation)
+            self._attach(generation)
 
     # Ends
 
-    def _close(self, number: int, generation: _Generation) -> None:
+    def _close(self, generation: _Generation) -> None:
         """Tell the controller that the session is over; the client has its end already."""
-        self._work.cancel(generation.call or 0)
-        generation.call, generation.failures = None, 0
-        generation.stage = _Stage.CLOSING
+        self._hang_up(generation)
+        generation.stage, generation.failures = _Stage.CLOSING, 0
         if generation.session:
-            self._call(number, generation, self._controller, DeleteSession(generation.session))
+            self._call(generation, self._controller, DeleteSession(generation.session))
         else:
-            self._forget(number)
+            self._forget(generation)
 
-    def _fail(self, number: int, generation: _Generation, status: int, detail: str) -> None:
-        self._own.append(GenerationFailed(number, status, detail))
-        self._close(number, generation)
+    def _fail(self, generation: _Generation, status: int, detail: str) -> None:
+        self._own.append(GenerationFailed(generation.number, status, detail))
+        self._close(generation)
 
     def _abandon(self, number: int) -> None:
         generation = self._generations.get(number)
         if generation is not None and generation.stage is not _Stage.CLOSING:
-            self._close(number, generation)
+            self._close(generation)
 
-    def _forget(self, number: int) -> None:
-        self._generations.pop(number, None)
-        self._retries.set(number, None)
+    def _forget(self, generation: _Generation) -> None:
+        del self._generations[generation.number]
+        self._retries.set(generation.number, None)
 
     # Calls and what becomes of them
 
     def _call(
-        self, number: int, generation: _Generation, base_uri: str, operation: Operation, body: object = None
+        self, generation: _Generation, base_uri: str, operation: Operation, body: object = None
     ) -> None:
-        self._retries.set(number, None)
+        self._retries.set(generation.number, None)
         streams = isinstance(operation, StreamOutput)
         generation.call = self._work.call(
             base_uri,
             operation,
             body,
-            purpose=number,
+            purpose=generation.number,
             timeout_ms=self._silence_ms if streams else self._call_ms,
             form=AnswerForm.LINES if streams else AnswerForm.DOCUMENT,
             cause=generation.asked.traceparent,
         )
 
-    def _of(self, call_id: int) -> tuple[int, _Generation | None]:
-        """Return the generation that a call is for; None where it has been given up."""
-        number = self._work.calls.get(call_id, _NOBODY)
-        generation = self._generations.get(number)
-        return number, generation if generation is not None and generation.call == call_id else None
+    def _hang_up(self, generation: _Generation) -> None:
+        """Give up the call that is under way for a generation, where one is."""
+        if generation.call is not None:
+            self._work.cancel(generation.call)
+            generation.call = None
 
-    def _ended(self, call_id: int) -> tuple[int, _Generation | None]:
-        number, generation = self._of(call_id)
+    def _of(self, call_id: int) -> _Generation | None:
+        """Return the generation that a call is for; None where it has been given up."""
+        generation = self._generations.get(self._work.calls.get(call_id, _NOBODY))
+        return generation if generation is not None and generation.call == call_id else None
+
+    def _ended(self, call_id: int) -> _Generation | None:
+        """Return the generation whose call has ended; None where it has been given up."""
+        generation = self._of(call_id)
         self._work.calls.pop(call_id, None)
         if generation is not None:
             generation.call = None
-        return number, generation
+        return generation
 
     def _answered(self, call_id: int, response: Response, body: bytes, now_ms: int) -> None:
-        number, generation = self._ended(call_id)
+        generation = self._ended(call_id)
         if generation is None:
             return
         try:
@@ -500,29 +510,28 @@ class FrontEnd:
                 case _Stage.PLACING:
                     placed = read_answer(PlacementAnswer, response, body)
                     if isinstance(placed, Problem):
-                        self._refused(number, generation, placed, now_ms, response.retry_after_s)
+                        self._refused(generation, placed, now_ms, response.retry_after_s)
                     else:
-                        self._placed(number, generation, placed, now_ms)
+                        self._placed(generation, placed, now_ms)
                 case _Stage.ASKING:
                     info = read_answer(SessionInfo, response, body)
                     if isinstance(info, Problem):
-                        self._refused(number, generation, info, now_ms, response.retry_after_s)
+                        self._refused(generation, info, now_ms, response.retry_after_s)
                     else:
-                        self._informed(number, generation, info, now_ms)
+                        self._informed(generation, info, now_ms)
                 case _Stage.STREAMING:
                     problem = read_outcome(response, body)
-                    self._not_streamed(number, generation, problem, now_ms)
+                    self._not_streamed(generation, problem, now_ms)
                 case _Stage.CLOSING:
                     if response.status // 100 == 5:
-                        self._led_nowhere(number, generation, now_ms)
+                        self._led_nowhere(generation, now_ms)
                     else:
-                        self._forget(number)
+                        self._forget(generation)
         except RemoteProtocolError as error:
-            self._fail(number, generation, 502, f"an answer is not as the protocol says: {error}")
+            self._fail(generation, 502, f"an answer is not as the protocol says: {error}")
 
     def _refused(
         self,
-        number: int,
         generation: _Generation,
         problem: Problem,
         now_ms: int,
@@ -530,42 +539,38 @@ class FrontEnd:
     ) -> None:
         """The controller has refused to place or to tell: try again where that may help."""
         if problem.status // 100 != 5:
-            self._fail(
-                number, generation, 502, f"the controller refused: {problem.detail or problem.type.title}"
-            )
+            self._fail(generation, 502, f"the controller refused: {problem.detail or problem.type.title}")
             return
         generation.unplaced = _NO_INSTANCE
-        self._led_nowhere(number, generation, now_ms)
-        again_ms = self._retries.of(number)
+        self._led_nowhere(generation, now_ms)
+        again_ms = self._retries.of(generation.number)
         if retry_after_s is not None and again_ms is not None:
             wished_ms = now_ms + 1000 * min(retry_after_s, _MAX_RETRY_AFTER_S)
-            self._retries.set(number, max(again_ms, wished_ms))
+            self._retries.set(generation.number, max(again_ms, wished_ms))
 
-    def _not_streamed(
-        self, number: int, generation: _Generation, problem: Problem | None, now_ms: int
-    ) -> None:
+    def _not_streamed(self, generation: _Generation, problem: Problem | None, now_ms: int) -> None:
         """The instance does not stream: it wants the prompt, has no room for it, or is not the owner."""
         status = problem.status if problem is not None else 200
         has_begun = generation.output.next_index > 0
         if status == 428 and not generation.prompt_wanted:
             generation.prompt_wanted = True
-            self._attach(number, generation)
+            self._attach(generation)
         elif problem is not None and problem.type in (INVALID_STATE, INCOMPATIBLE) and not has_begun:
-            self._place_again(number, generation, now_ms)
+            self._place_again(generation, now_ms)
         elif status == 503 and generation.prompt_wanted and not has_begun:
-            self._place_elsewhere(number, generation, now_ms)
+            self._place_elsewhere(generation, now_ms)
         elif status in (400, 403, 413, 415):
-            self._fail(number, generation, 502, "the instance refused the request")
+            self._fail(generation, 502, "the instance refused the request")
         else:
-            self._cut(number, generation, now_ms)
+            self._cut(generation, now_ms)
 
-    def _place_elsewhere(self, number: int, generation: _Generation, now_ms: int) -> None:
+    def _place_elsewhere(self, generation: _Generation, now_ms: int) -> None:
         """Nothing has begun yet, and the instance cannot begin it: another may."""
         avoid = dict.fromkeys((*generation.avoid, generation.instance))
         generation.avoid = tuple(avoid)[-MAX_AVOIDED_INSTANCES:]
-        self._place_again(number, generation, now_ms)
+        self._place_again(generation, now_ms)
 
-    def _place_again(self, number: int, generation: _Generation, now_ms: int) -> None:
+    def _place_again(self, generation: _Generation, now_ms: int) -> None:
         """Nothing has begun yet: end the session, without waiting for it, and place the request anew."""
         self._work.call(
             self._controller,
@@ -580,56 +585,57 @@ class FrontEnd:
         if generation.unplaced_since_ms is None:
             generation.unplaced_since_ms = now_ms
         generation.unplaced = _NO_INSTANCE
-        self._led_nowhere(number, generation, now_ms)
+        self._led_nowhere(generation, now_ms)
 
     def _call_failed(self, call_id: int, now_ms: int) -> None:
-        number, generation = self._ended(call_id)
+        generation = self._ended(call_id)
         if generation is None:
             return
         if generation.stage is _Stage.STREAMING:
-            self._cut(number, generation, now_ms)
+            self._cut(generation, now_ms)
         else:
             generation.unplaced = _NO_ANSWER
-            self._led_nowhere(number, generation, now_ms)
+            self._led_nowhere(generation, now_ms)
 
-    def _cut(self, number: int, generation: _Generation, now_ms: int) -> None:
+    def _cut(self, generation: _Generation, now_ms: int) -> None:
         """A stream is over without its end, or did not begin: the assembly says from where to go on."""
-        self._take(number, generation, out.StreamCut(), now_ms)
+        self._take(generation, out.StreamCut(), now_ms)
 
     # Trying again
 
-    def _led_nowhere(self, number: int, generation: _Generation, now_ms: int) -> None:
+    def _led_nowhere(self, generation: _Generation, now_ms: int) -> None:
         generation.failures += 1
-        self._retry(number, generation, now_ms)
+        self._retry(generation, now_ms)
 
-    def _retry(self, number: int, generation: _Generation, now_ms: int) -> None:
+    def _retry(self, generation: _Generation, now_ms: int) -> None:
         """Do the stage's call again after a while that doubles, spread over the generations; or give up."""
         if generation.stage is _Stage.CLOSING:
             if generation.failures >= _CLOSE_ATTEMPTS:
-                self._forget(number)  # the session runs out by itself
+                self._forget(generation)  # the session runs out by itself
                 return
         elif generation.stage is _Stage.PLACING:
             assert generation.unplaced_since_ms is not None
             unplaced_for_ms = now_ms - generation.unplaced_since_ms
             if unplaced_for_ms >= self._placement_ms or now_ms - generation.began_ms >= self._patience_ms:
-                self._fail(number, generation, 503, generation.unplaced)
+                self._fail(generation, 503, generation.unplaced)
                 return
         elif now_ms - generation.since_ms >= self._patience_ms:
-            self._fail(number, generation, 504, "nobody goes on with the output")
+            self._fail(generation, 504, "nobody goes on with the output")
             return
         delay_ms = min(_FIRST_RETRY_MS << min(generation.failures, 10), MAX_FRONT_END_RETRY_MS)
         generation.call = None
-        self._retries.set(number, now_ms + delay_ms + delay_ms * (number % 16) // 16)
+        spread_ms = delay_ms * (generation.number % 16) // 16
+        self._retries.set(generation.number, now_ms + delay_ms + spread_ms)
 
     def _tick(self, now_ms: int) -> None:
         for number in self._retries.take_due(now_ms):
             generation = self._generations[number]
             match generation.stage:
                 case _Stage.PLACING:
-                    self._place(number, generation)
+                    self._place(generation)
                 case _Stage.ASKING:
-                    self._call(number, generation, self._controller, GetSession(generation.session))
+                    self._call(generation, self._controller, GetSession(generation.session))
                 case _Stage.CLOSING:
-                    self._call(number, generation, self._controller, DeleteSession(generation.session))
+                    self._call(generation, self._controller, DeleteSession(generation.session))
                 case _Stage.STREAMING:
                     raise AssertionError("a stream is not waited for: it is there or asked about")
