@@ -363,6 +363,8 @@ class FrozenLeases:
     """Read and block."""
     withdrawing: tuple[tuple[str, int], ...] = attrs.field(repr=False)
     leaving: tuple[str, ...] = attrs.field(repr=False)
+    unprotected: tuple[str, ...] = attrs.field(repr=False)
+    """What has become free and has not been said yet."""
     grace_ms: int
 
 
@@ -650,6 +652,7 @@ class LeaseTable:
             reads=tuple(sorted(self._reads.items())),
             withdrawing=tuple((block, until_ms - now_ms) for block, until_ms in self._withdrawing.items()),
             leaving=tuple(sorted(self._leaving)),
+            unprotected=tuple(self._unprotected),
             grace_ms=max(0, self._grace_until_ms - now_ms) if self._restored else 0,
         )
 
@@ -664,6 +667,7 @@ class LeaseTable:
         self._restored = {block for block, _, restored in frozen.blocks if restored}
         self._withdrawing = {block: now_ms + left_ms for block, left_ms in frozen.withdrawing}
         self._leaving = set(frozen.leaving)
+        self._unprotected = dict.fromkeys(frozen.unprotected)
         for read, block in frozen.reads:
             self._enter_read(read, block)
         for name, client, blocks, left_ms, broken in frozen.leases:

@@ -85,8 +85,8 @@ class Model(RuleBasedStateMachine):
         except LocalProtocolError:
             assert self.table.freeze(self.now_ms) == before
             return None
-        if any(problems_in(effects)):
-            assert self.table.freeze(self.now_ms) == before
+        if any(problems_in(effects)):  # what has become free was said, as with any event
+            assert self.table.freeze(self.now_ms) == attrs.evolve(before, unprotected=())
         self.announced = {b for e in effects if isinstance(e, m.Unprotected) for b in e.blocks}
         self.timer_fired = isinstance(event, m.TimerFired)
         return effects

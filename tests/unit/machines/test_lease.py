@@ -353,6 +353,15 @@ def test_a_table_is_rebuilt_from_its_frozen_state() -> None:
         other.thaw(frozen, 7000)
 
 
+def test_what_has_become_free_and_was_not_said_yet_is_said_by_the_rebuilt_table() -> None:
+    leases = table("a")
+    create(leases, "a", ttl_ms=100)
+    other = m.LeaseTable(random_bytes=counting_bytes(), now_ms=7000, max_ttl_ms=1000)
+    other.thaw(leases.freeze(102), 7000)
+    assert other.next_deadline_ms() == 0
+    assert other.handle(m.TimerFired(), 7000) == (m.Unprotected(blocks=("a",)),)
+
+
 def test_nothing_confidential_is_shown() -> None:
     shown = repr((m.CreateLease(client=ALICE, blocks=("secret",), ttl_ms=1), m.FreeBlock(block="secret")))
     assert "secret" not in shown
