@@ -156,7 +156,8 @@ class Frozen:
     state: KeeperState
     ttl_ms: int
     lease: str = attrs.field(repr=False)
-    asking: bool
+    asked_for_ms: int | None
+    """How long ago the call that is under way was made."""
     ends_in_ms: int
     renew_in_ms: int
 
@@ -255,7 +256,7 @@ class LeaseKeeper:
             state=self.state,
             ttl_ms=self._ttl_ms,
             lease=self._lease,
-            asking=self._asking,
+            asked_for_ms=now_ms - self._asked_ms if self._asking else None,
             ends_in_ms=max(0, self._until_ms - now_ms) if self.is_held else 0,
             renew_in_ms=max(0, self._renew_ms - now_ms) if self.is_held else 0,
         )

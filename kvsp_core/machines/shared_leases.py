@@ -183,10 +183,9 @@ class SharedLeases:
         self._leases: dict[int, _Lease] = {}  # by the number of the request for it
         self._covering: dict[tuple[str, str], int] = {}  # holder, block key -> lease
         self._granted: dict[tuple[int, str], int] = {}  # load, holder -> lease
-        self._sizes: dict[str, int] = {}  # how large a lease may be at a holder that has refused one
-        self._longest_ms: dict[
-            str, int
-        ] = {}  # how long a lease may be at a holder that has refused one as too long
+        # How large, and how long, a lease may be at a holder that has refused one.
+        self._sizes: dict[str, int] = {}
+        self._longest_ms: dict[str, int] = {}
         self._idle: dict[int, None] = {}  # leases without a load, kept for the blocks ahead
         self._next_request = 0
 
