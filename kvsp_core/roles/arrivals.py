@@ -13,7 +13,7 @@ from typing import Final
 
 import attrs
 
-from kvsp_core.container_header import ContainerHeader, section_bytes
+from kvsp_core.container_header import section_bytes
 from kvsp_core.limits import MAX_INCOMING_BLOCKS
 from kvsp_core.problems import (
     INCOMPATIBLE,
@@ -167,26 +167,17 @@ class Arrivals:
 
     # From the instance beside this holder
 
-    def add(
-        self,
-        name: BlockName,
-        buffer: int,
-        *,
-        header: ContainerHeader,
-        layer_digests: tuple[str, ...],
-        repr_digest: str,
-        now_ms: int,
-    ) -> int:
+    def add(self, stored: StoredBlock, buffer: int, now_ms: int) -> int:
         """Put a verified block from a buffer into a tier; return the ticket that the news will name."""
         self._tickets += 1
-        ticket, block = self._tickets, id_of(name)
-        stored = StoredBlock(name, header, layer_digests, repr_digest)
+        ticket, name = self._tickets, stored.name
+        block = id_of(name)
         if block in self._blocks.holdings:
             self._news.append(BlockAdded(ticket, name))
             return ticket
         possible = self._blocks.is_absent(block, now_ms) and block not in self._arriving
         fits = possible and self._fits(stored)
-        tier = self._blocks.make_room(header.size_bytes, now_ms) if fits else None
+        tier = self._blocks.make_room(stored.header.size_bytes, now_ms) if fits else None
         if tier is None:
             self._news.append(BlockNotAdded(ticket, name))
         else:

@@ -56,7 +56,10 @@ from kvsp_core.resources import (
     WithdrawReplica,
 )
 
-__all__ = ["RULES", "Permission", "Policy", "Relation", "Rule", "ScopeRules", "authorize"]
+__all__ = ["NO_SCOPE", "RULES", "Permission", "Policy", "Relation", "Rule", "ScopeRules", "authorize"]
+
+NO_SCOPE: Final = "none"
+"""No scope has this name, so no policy allows anything in it."""
 
 
 class Permission(Enum):

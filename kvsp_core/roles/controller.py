@@ -202,7 +202,7 @@ class Controller:
         self._placed_at_ms: dict[str, int] = {}
         # Requests that no instance could take, by the number of the request; when each is given up.
         self._waiting: dict[int, _Waiting] = {}
-        self._alarms: Alarms[str] = Alarms()
+        self._alarms: Alarms[int] = Alarms()
         self._again: deque[int] = deque()  # those of them to be tried again
         self._more_at_ms: int | None = None  # when there is more to be taken up
 
@@ -327,9 +327,9 @@ class Controller:
             self._follow(ledger.record.session, effects)
         self._maps.fire(now_ms)
         self._placements.fire(now_ms)
-        for key in self._alarms.take_due(now_ms):
-            if self._waiting.pop(int(key), None) is not None:
-                self._work.emit(refuse(int(key), _NO_INSTANCE))
+        for request_id in self._alarms.take_due(now_ms):
+            if self._waiting.pop(request_id, None) is not None:
+                self._work.emit(refuse(request_id, _NO_INSTANCE))
 
     def _allow(self, client: str, operation: Operation) -> Problem | None:
         return authorize(self.policy, client, operation)
@@ -337,7 +337,7 @@ class Controller:
     def _request_ended(self, request_id: int) -> None:
         """Take note that a request is gone: one that waits for an instance is not placed any more."""
         self._waiting.pop(request_id, None)
-        self._alarms.set(str(request_id), None)
+        self._alarms.set(request_id, None)
         self._placements.cancel(_ForRequest(request_id, "", 0))
 
     def _serve(self, asked: Asked, now_ms: int) -> None:
@@ -457,7 +457,7 @@ class Controller:
             # directive to load its prefix, as soon as it reports.
             self._work.observe("kvsp_instances_wanted")
             self._waiting[purpose.request_id] = _Waiting(purpose, found.subject)
-            self._alarms.set(str(purpose.request_id), purpose.deadline_ms)
+            self._alarms.set(purpose.request_id, purpose.deadline_ms)
             self._wake_one(found.subject, now_ms)
             return
         epoch = self._fleet.epoch_of(chosen.instance)

@@ -44,7 +44,7 @@ from kvsp_core.resources import (
     StoreBlock,
 )
 from kvsp_core.roles.arrivals import NOT_NOW, Arrivals, Storing
-from kvsp_core.roles.authorization import Policy, authorize
+from kvsp_core.roles.authorization import NO_SCOPE, Policy, authorize
 from kvsp_core.roles.descriptors import Descriptors
 from kvsp_core.roles.held_blocks import HeldBlocks, LeaseEvent
 from kvsp_core.roles.holdings import TierLimits, id_of
@@ -77,8 +77,6 @@ from kvsp_core.roles.work import Numbers, Work
 
 __all__ = ["Holder"]
 
-_NO_SCOPE: Final = "none"
-"""No scope has this name, so no policy allows anything in it."""
 _NOT_HELD: Final = Problem(NOT_FOUND, "the block is not held here; continue with another replica")
 _NO_LAYERS: Final = Problem(LAYERS_UNAVAILABLE, "layers: not all of them are held here")
 _NO_CODEC: Final = Problem(NOT_ACCEPTABLE, "codec: the block is held in another, and is not transcoded here")
@@ -367,7 +365,7 @@ class Holder:
     def _may_lease(self, asked: Asked, block: str) -> bool:
         # Asked for what nobody has too, so that it takes as long as for what is another tenant's.
         found = self._blocks.holdings.get(block)
-        scope_id = found[0].name.scope_id if found is not None else _NO_SCOPE
+        scope_id = found[0].name.scope_id if found is not None else NO_SCOPE
         return authorize(self.policy, asked.client, asked.operation, scope_id=scope_id) is None
 
     def _lease_answer(self, asked: Asked, event: LeaseEvent, status: int, now_ms: int) -> str | None:
@@ -462,28 +460,12 @@ class Holder:
         """Undo one `keep`."""
         self._blocks.let_go(id_of(name))
 
-    def add(
-        self,
-        name: BlockName,
-        buffer: int,
-        *,
-        header: ContainerHeader,
-        layer_digests: tuple[str, ...],
-        repr_digest: str,
-        now_ms: int,
-    ) -> tuple[int, tuple[Effect, ...]]:
+    def add(self, block: StoredBlock, buffer: int, now_ms: int) -> tuple[int, tuple[Effect, ...]]:
         """Put a verified block from a buffer into a tier and publish it; the news names the ticket returned.
 
         The buffer stays the caller's until then.
         """
-        ticket = self._arrivals.add(
-            name,
-            buffer,
-            header=header,
-            layer_digests=layer_digests,
-            repr_digest=repr_digest,
-            now_ms=now_ms,
-        )
+        ticket = self._arrivals.add(block, buffer, now_ms)
         self._blocks.settle(now_ms)
         return ticket, self._work.take()
 

@@ -35,7 +35,7 @@ from kvsp_core.resources import (
     RoleName,
     WithdrawReplica,
 )
-from kvsp_core.roles.authorization import Policy, authorize
+from kvsp_core.roles.authorization import NO_SCOPE, Policy, authorize
 from kvsp_core.roles.descriptors import Descriptors
 from kvsp_core.roles.role import (
     BodyArrived,
@@ -51,8 +51,6 @@ from kvsp_core.roles.serving import Asked, Desk, answer, done, refuse
 
 __all__ = ["Index"]
 
-_NO_SCOPE: Final = "none"
-"""No scope has this name, so no policy allows anything in it."""
 _NOT_LISTED: Final = Problem(NOT_FOUND, "no such record; it was withdrawn or has expired")
 
 
@@ -213,7 +211,7 @@ class Index:
         # Whether a record exists in a scope is told only to those who may withdraw it, not even by the time
         # that it takes.
         scope_id = self._replicas.scope_of(operation.holder_id, operation.block_key, now_ms)
-        problem = authorize(self.policy, asked.client, operation, scope_id=scope_id or _NO_SCOPE)
+        problem = authorize(self.policy, asked.client, operation, scope_id=scope_id or NO_SCOPE)
         if scope_id is None or problem is not None:
             return (refuse(asked.request_id, _NOT_LISTED),)
         event = replicas.Withdraw(holder_id=operation.holder_id, block_key=operation.block_key, digest=digest)

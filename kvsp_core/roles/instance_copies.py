@@ -23,7 +23,15 @@ from kvsp_core.messages import LeaseGranted, LeaseRenewal, LeaseRequest
 from kvsp_core.resources import CreateLease, ReleaseLease, RenewLease, StoreBlock
 from kvsp_core.roles import engine
 from kvsp_core.roles.local_blocks import BlockAdded, BlockGone, LocalBlocks, News
-from kvsp_core.roles.role import AnswerReceived, BlockBody, BlockName, CallFailed, JobDone, JobFailed
+from kvsp_core.roles.role import (
+    AnswerReceived,
+    BlockBody,
+    BlockName,
+    CallFailed,
+    JobDone,
+    JobFailed,
+    StoredBlock,
+)
 from kvsp_core.roles.work import Work
 
 __all__ = ["Copies", "ExportFor", "Purpose"]
@@ -190,14 +198,8 @@ class Copies:
         if isinstance(item, JobFailed) or item.header is None or kept is None:
             self._done_with(purpose.buffer)
             return purpose.run[0]
-        ticket, effects = self._blocks.add(
-            purpose.name,
-            purpose.buffer,
-            header=item.header,
-            layer_digests=item.layer_digests,
-            repr_digest=item.repr_digest,
-            now_ms=now_ms,
-        )
+        block = StoredBlock(purpose.name, item.header, item.layer_digests, item.repr_digest)
+        ticket, effects = self._blocks.add(block, purpose.buffer, now_ms)
         self._tickets[ticket] = purpose.buffer
         self._work.emit(*effects)
         if self._holder is not None:

@@ -44,6 +44,7 @@ from kvsp_core.roles.role import (
     BlockReceived,
     CallFailed,
     LayerArrived,
+    StoredBlock,
 )
 from kvsp_core.roles.work import Work
 
@@ -375,14 +376,8 @@ class Loads:
         name, received = self._name_of(key), self._received[job]
         assert name is not None
         self._work.observe("kvsp_fetched_tokens", received.header.token_count)
-        ticket, effects = self._blocks.add(
-            name,
-            received.buffer,
-            header=received.header,
-            layer_digests=received.layer_digests,
-            repr_digest=received.repr_digest,
-            now_ms=now_ms,
-        )
+        block = StoredBlock(name, received.header, received.layer_digests, received.repr_digest)
+        ticket, effects = self._blocks.add(block, received.buffer, now_ms)
         self._stores[ticket] = job
         self._work.emit(*effects)
 

@@ -13,9 +13,8 @@ from typing import Protocol, TypeAlias
 
 import attrs
 
-from kvsp_core.container_header import ContainerHeader
 from kvsp_core.roles.authorization import Policy
-from kvsp_core.roles.role import BlockName, Effect, Input
+from kvsp_core.roles.role import BlockName, Effect, Input, StoredBlock
 
 __all__ = ["BlockAdded", "BlockGone", "BlockNotAdded", "LocalBlocks", "News"]
 
@@ -103,16 +102,7 @@ class LocalBlocks(Protocol):
         """Undo one `keep`."""
         ...
 
-    def add(
-        self,
-        name: BlockName,
-        buffer: int,
-        *,
-        header: ContainerHeader,
-        layer_digests: tuple[str, ...],
-        repr_digest: str,
-        now_ms: int,
-    ) -> tuple[int, tuple[Effect, ...]]:
+    def add(self, block: StoredBlock, buffer: int, now_ms: int) -> tuple[int, tuple[Effect, ...]]:
         """Put a verified block from a buffer into a tier and publish it.
 
         Returns a ticket that the news will name, and effects. The buffer stays the caller's until then.

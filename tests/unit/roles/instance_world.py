@@ -52,6 +52,7 @@ from kvsp_core.roles.role import (
     RequestReceived,
     Respond,
     Send,
+    StoredBlock,
     TimerFired,
 )
 from kvsp_core.roles.work import Numbers
@@ -170,7 +171,8 @@ class Beside:
         if not self.kept[name]:
             del self.kept[name]
 
-    def add(self, name: BlockName, buffer: int, **about: Any) -> tuple[int, tuple[Effect, ...]]:
+    def add(self, block: StoredBlock, buffer: int, now_ms: int) -> tuple[int, tuple[Effect, ...]]:
+        name = block.name
         self.tickets += 1
         if self.full:
             self.news.append(BlockNotAdded(self.tickets, name))

@@ -39,6 +39,7 @@ from kvsp_core.roles.role import (
     ReadBlock,
     ReceiveBlock,
     RequestEnded,
+    StoredBlock,
 )
 from kvsp_core.roles.work import Numbers
 from tests.unit.roles.holder_kit import (
@@ -669,11 +670,11 @@ def test_a_tier_that_is_being_listed_has_no_room() -> None:
     loop.hold_jobs = True
     loop.start(("local-storage", NAMES[0], container()))
     loop.buffers[900] = octets = container()
-    refused, effects = loop.holder.add(NAMES[0], 900, **described(octets), now_ms=0)
+    refused, effects = loop.holder.add(stored(NAMES[0], octets), 900, 0)
     loop.do(effects)
     assert loop.holder.take_news() == (BlockNotAdded(refused, NAMES[0]),)
     loop.give(loop.held_back.pop(0))  # the memory is listed, and has room
-    added, effects = loop.holder.add(NAMES[0], 900, **described(octets), now_ms=0)
+    added, effects = loop.holder.add(stored(NAMES[0], octets), 900, 0)
     loop.do(effects)
     loop.give(loop.held_back.pop(0))  # the storage is listed: it has what is just being added
     loop.let_jobs_end()
@@ -708,9 +709,8 @@ def test_an_instance_adds_keeps_and_loses_blocks() -> None:
     loop = Loop(blocks=1, numbers=Numbers()).start()
     local: LocalBlocks = loop.holder
     octets = container()
-    stored = described(octets)
     loop.buffers[900] = octets
-    ticket, effects = local.add(NAMES[0], 900, **stored, now_ms=0)
+    ticket, effects = local.add(stored(NAMES[0], octets), 900, 0)
     loop.do(effects)
     assert local.take_news() == (BlockAdded(ticket, NAMES[0]),)
     assert 900 in loop.buffers  # it stays the instance's
@@ -722,7 +722,7 @@ def test_an_instance_adds_keeps_and_loses_blocks() -> None:
     assert loop.put(K[1]) == 201
     assert local.take_news() == (BlockGone(NAMES[0]),)
     assert local.tier_of(NAMES[0]) is None
-    again, effects = local.add(NAMES[1], 900, **stored, now_ms=0)
+    again, effects = local.add(stored(NAMES[1], octets), 900, 0)
     assert local.take_news() == (BlockAdded(again, NAMES[1]),)
     loop.do(local.lost(NAMES[1], 0))
     assert local.take_news() == (BlockGone(NAMES[1]),)
@@ -733,20 +733,20 @@ def test_a_block_that_an_instance_cannot_keep_is_told() -> None:
     loop.put(K[0])
     loop.lease(K[0])
     loop.buffers[900] = container()
-    ticket, effects = loop.holder.add(NAMES[1], 900, **described(container()), now_ms=0)
+    ticket, effects = loop.holder.add(stored(NAMES[1], container()), 900, 0)
     assert effects == ()
     assert loop.holder.take_news() == (BlockNotAdded(ticket, NAMES[1]),)
     faulty = Loop(numbers=Numbers()).start()
     faulty.faults["host"] = JobFault.FULL
     faulty.buffers[900] = container()
-    ticket, effects = faulty.holder.add(NAMES[0], 900, **described(container()), now_ms=0)
+    ticket, effects = faulty.holder.add(stored(NAMES[0], container()), 900, 0)
     faulty.do(effects)
     assert faulty.holder.take_news() == (BlockNotAdded(ticket, NAMES[0]),)
 
 
-def described(octets: bytes) -> dict[str, object]:
+def stored(name: BlockName, octets: bytes) -> StoredBlock:
     header, digests = decode_container(octets)
-    return {"header": header, "layer_digests": digests, "repr_digest": hashlib.sha256(octets).hexdigest()}
+    return StoredBlock(name, header, digests, hashlib.sha256(octets).hexdigest())
 
 
 def test_completions_of_another_role_are_ignored() -> None:
