@@ -82,6 +82,7 @@ coverage: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python docs/tools/machine_pages.py
 	$(BIN)/python docs/tools/resource_pages.py
+	$(BIN)/python docs/tools/configuration_page.py
 	$(BIN)/python docs/tools/dependencies.py
 	$(BIN)/python docs/tools/coverage.py --write
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -15,19 +15,19 @@ from kvsp_client.memory import Sections
 from kvsp_client.model_dir import descriptor_of_directory
 from kvsp_client.object_names import named_descriptor
 from kvsp_client.settings import ClientSettings
+from kvsp_client.typed import Count, typed
 from kvsp_core.errors import KVSPError, LocalProtocolError
 from kvsp_core.identity import CompatibilityDescriptor, parse_base_uri
 from kvsp_core.index_parts import IndexParts
 from kvsp_core.prefix import PrefixKeys
 from kvsp_h2 import Credentials
 
-__all__ = ["Backend", "BackendSettings", "Deployment", "checked"]
+__all__ = ["Backend", "BackendSettings", "ChunkSettings", "Deployment", "checked"]
 
-_Count = Annotated[int, msgspec.Meta(ge=1)]
 S = TypeVar("S", bound="Deployment")
 
 
-class Deployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     """Where the index and the cache server are, and who asks them; what every engine's settings have."""
 
     index: str | list[str]
@@ -35,8 +35,11 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     cache_server: str
     """Base URI of the holder that new blocks are stored at."""
     certificate_file: str
+    """Who the engine is; PEM. Renewed in place, it is used by the next connection."""
     key_file: str
+    """Of the certificate; PEM."""
     authorities_file: str
+    """Whose certificates count; PEM."""
     scope_key_file: str
     """The Scope Key of the tenant, at least 32 octets."""
 
@@ -50,29 +53,36 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return Credentials(Path(self.certificate_file), Path(self.key_file), Path(self.authorities_file))
 
 
-class BackendSettings(Deployment, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class BackendSettings(Deployment, frozen=True, kw_only=True):
     """A deployment, and what model the blocks are of."""
 
     model_dir: str
     """The directory of the model that the engine runs."""
     kv_dtype: str | None = None
     """The element type of the engine's cache, if not that of the weights."""
-    timeout_ms: _Count = 5_000
+    timeout_ms: Count = 5_000
     """How long a call may take; what has not come by then is a miss."""
+
+
+class ChunkSettings(BackendSettings, frozen=True, kw_only=True):
+    """What LMCache's backend has to know beside that."""
+
+    chunk_tokens: Count = 256
+    """LMCache's chunk size."""
 
 
 def checked(settings: type[S], members: Mapping[str, Any], where: str) -> S:
     """Return settings. Raises `LocalProtocolError`, one line that names the key, for what is missing, unknown
     or mistyped, and for a file that is not there."""
     try:
-        found = msgspec.convert(dict(members), settings, strict=True)
+        found = typed(dict(members), settings)
         for uri in IndexParts(found.index).uris:
             parse_base_uri(uri, member="index")
         parse_base_uri(found.cache_server, member="cache_server")
         for key, file in found.files().items():
             if not Path(file).is_file():
                 raise LocalProtocolError(f"{key}: there is no file {file}")
-    except (msgspec.ValidationError, KVSPError) as error:
+    except KVSPError as error:
         raise LocalProtocolError(f"{where}: {error}") from None
     return found
 

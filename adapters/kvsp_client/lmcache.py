@@ -25,7 +25,7 @@ from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.platform.event_notifier import create_event_notifier
 
-from kvsp_client.backend_settings import Backend, BackendSettings, checked
+from kvsp_client.backend_settings import Backend, ChunkSettings, checked
 from kvsp_client.errors import ClientError
 from kvsp_client.object_names import object_keys
 from kvsp_client.scopes import salted_scope
@@ -40,17 +40,12 @@ _THREADS: Final = 4
 logger = logging.getLogger("lmcache.kvsp")
 
 
-class _Settings(BackendSettings, frozen=True, kw_only=True):
-    chunk_tokens: int = 256
-    """LMCache's chunk size."""
-
-
 class KVSPL2Adapter(L2AdapterInterface):
     """Chunks of LMCache as blocks at a cache server. `params` are ``adapter_params`` of its configuration."""
 
     def __init__(self, params: dict[str, Any], l1_memory_desc: Any = None) -> None:
         super().__init__()
-        settings = checked(_Settings, params, "adapter_params")
+        settings = checked(ChunkSettings, params, "adapter_params")
         self._backend = Backend(settings, block_tokens=settings.chunk_tokens, names=_NAMES)
         self._notifiers = {kind: create_event_notifier() for kind in ("store", "lookup", "load")}
         self._numbers = itertools.count()

@@ -1,7 +1,8 @@
 """The configuration of a process: which roles it runs, and with what (``kvsp serve CONFIG.toml``).
 
 Every key is known and typed; a mistake is named with its key. Paths are relative to the file's directory.
-Sizes are octets, durations milliseconds, as the keys say.
+Sizes are octets, durations milliseconds, as the keys say. What stands under a class or a key is what
+docs/configuration.md says of it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvsp_client.model_dir import DEFAULT_BLOCK_TOKENS
+from kvsp_client.typed import Amount, Count
 from kvsp_core.errors import KVSPError
 from kvsp_core.identity import parse_base_uri
 from kvsp_services.documents import DocumentError, read_toml
@@ -40,51 +42,65 @@ __all__ = [
 
 LoopName: TypeAlias = Literal["trio", "asyncio", "uvloop"]
 
-_Count = Annotated[int, msgspec.Meta(ge=1)]
 _Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 DEFAULT_MONITORING_PORT: Final = 9464
 
 
 class MonitoringSection(msgspec.Struct, frozen=True, kw_only=True):
-    """``[monitoring]``: where /health, /ready and /metrics are served, in plain HTTP."""
+    """Where /health, /ready and /metrics are served, in plain HTTP."""
 
     enabled: bool = True
+    """Whether it is served."""
     host: str = "127.0.0.1"
+    """Whoever reaches it may read it: it asks for no certificate."""
     port: _Port = DEFAULT_MONITORING_PORT
+    """A process each: two on one machine need two ports. 0 takes a free one, which the log names."""
 
 
 class LogSection(msgspec.Struct, frozen=True, kw_only=True):
-    """``[log]``."""
+    """Logs go to standard error."""
 
     level: LogLevel = "info"
+    """`debug` has every request and every call."""
     format: LogFormat = "json"
+    """`text` is for people."""
 
 
 class ScopeSection(msgspec.Struct, frozen=True, kw_only=True):
-    """``[[scopes]]``: a scope whose key this process holds (instances and front ends; never an index)."""
+    """A tenant whose key the process holds. Instances and front ends need it; an index must not have any."""
 
     key_file: str
+    """The Scope Key: at least 32 octets, or 64 hex digits; readable by its owner only."""
     shared: bool = False
+    """Public among its readers. A front end asks in its first scope that is not shared."""
 
 
 class TierSection(msgspec.Struct, frozen=True, kw_only=True):
-    """``[[holder.tiers]]``, the fastest first: host memory, or a directory of sealed files."""
+    """Where blocks are kept, the fastest first."""
 
     tier: Literal["host", "local-storage"]
-    capacity_bytes: _Count
-    read_mbit_per_s: _Count | None = None
+    """Host memory, or sealed files in a directory, which need `storage_key_file`."""
+    capacity_bytes: Count
+    """Of blocks. What is too much moves to the next tier, and is evicted from the last."""
+    read_mbit_per_s: Count | None = None
+    """How fast the tier is read, as its records say; placement estimates with it."""
     directory: str | None = None
-    retention_ms: _Count | None = None
+    """Of `local-storage`, and of that only."""
+    retention_ms: Count | None = None
+    """How long a block may be in the tier, at most; without it, until it is evicted."""
 
 
 class RoleSection(msgspec.Struct, frozen=True, kw_only=True):
-    """What every role has: its base URI, its certificate, and where it listens."""
+    """What the section of every role has."""
 
     base_uri: str
+    """Its name and address, `https://.../`; the one in its certificate and in the policy."""
     certificate_file: str
+    """PEM. SIGHUP reads it again, and its key."""
     key_file: str
+    """Of the certificate; PEM."""
     listen: str | None = None
-    """``HOST:PORT``; by default those of the base URI."""
+    """`HOST:PORT`; by default those of the base URI."""
 
     @property
     def address(self) -> tuple[str, int]:
@@ -94,75 +110,95 @@ class RoleSection(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class IndexSection(RoleSection, frozen=True, kw_only=True):
-    """``[index]``."""
+    """Knows who holds which block."""
 
-    max_ttl_ms: _Count = 3_600_000
-    max_lookup_keys: _Count = 8192
+    max_ttl_ms: Count = 3_600_000
+    """The longest time for which a record is kept without a refresh."""
+    max_lookup_keys: Count = 8192
+    """Block keys in one lookup."""
 
 
 class HolderSection(RoleSection, frozen=True, kw_only=True):
-    """``[holder]``. Without an index nothing is published."""
+    """A cache server: keeps blocks that others store at it."""
 
     index: list[str] = []
-    """The base URI of the index, or of each of its parts (OP-3); the same for all that share it."""
+    """Base URI of the index, or of each of its parts (OP-3), the same for all that share it. Without one
+    nothing is published."""
     tiers: list[TierSection]
-    record_ttl_ms: _Count = 600_000
-    max_lease_ttl_ms: _Count = 60_000
-    """Instances ask for leases of up to 60,000 ms; where less is granted, for so long, 1,000 at least."""
-    lease_quota_bytes: _Count = 64 << 30
+    record_ttl_ms: Count = 600_000
+    """For how long its records hold; they are refreshed before."""
+    max_lease_ttl_ms: Count = 60_000
+    """The longest lease. Instances ask for up to 60,000, and go by what is granted, 1,000 at least."""
+    lease_quota_bytes: Count = 64 << 30
+    """What one client may have leased."""
 
 
 class ModelSection(RoleSection, frozen=True, kw_only=True):
-    """What roles have that know the model. All use the same values, or they share nothing (CD-8)."""
+    """What roles have beside that which know the model. All use the same values, or share nothing (CD-8)."""
 
     controller: str
+    """Base URI of the controller."""
     model_dir: str
+    """The model's directory, of the Hugging Face kind."""
     model: str | None = None
     """Its name; by default that of the directory."""
-    block_tokens: _Count = DEFAULT_BLOCK_TOKENS
+    block_tokens: Count = DEFAULT_BLOCK_TOKENS
+    """Tokens of a block."""
     kv_dtype: str | None = None
-    """By default that of the weights."""
+    """Element type of the cache; by default that of the weights."""
 
 
 class LinkSection(msgspec.Struct, frozen=True, kw_only=True):
-    """``[[instance.links]]``: what is known of the way to a holder; placement estimates with it."""
+    """What is known of the way to a holder. Placement estimates with it, and the instance measures it."""
 
     holder: str
-    mbit_per_s: int
-    rtt_us: int = 0
+    """Base URI."""
+    mbit_per_s: Amount
+    """0 is not known."""
+    rtt_us: Amount = 0
+    """Of a small call, there and back."""
 
 
 class InstanceSection(ModelSection, frozen=True, kw_only=True):
-    """``[instance]``."""
+    """Computes, and holds what it computed."""
 
     index: list[str]
+    """Base URI of the index, or of each of its parts (OP-3), the same for all that share it."""
     copies_to: str | None = None
-    """The holder that gets copies of generated blocks."""
+    """Base URI of the holder that gets copies of generated blocks, so that they survive the instance."""
     tiers: list[TierSection] = []
-    max_sequences: _Count = 8
-    status_ttl_ms: _Count = 3_000
-    """After this time without a status the controller holds it for failed."""
-    record_ttl_ms: _Count = 600_000
-    """This, and the next two, are as a holder's: an instance is the holder of its tiers."""
-    max_lease_ttl_ms: _Count = 60_000
-    lease_quota_bytes: _Count = 64 << 30
+    max_sequences: Count = 8
+    """Sessions that are computed at a time; others wait."""
+    status_ttl_ms: Count = 3_000
+    """After this time without a report the controller holds it for failed."""
+    record_ttl_ms: Count = 600_000
+    """As a holder's: an instance is the holder of its tiers."""
+    max_lease_ttl_ms: Count = 60_000
+    """As a holder's."""
+    lease_quota_bytes: Count = 64 << 30
+    """As a holder's."""
     report_to_index: bool = False
-    """Whether its status goes to the index too, for estimates for `targets`; an index in the process of the
-    controller has it from there."""
-    sleep_after_ms: _Count | None = None
+    """Whether it reports to the index too, for estimates for `targets`; an index in the process of the
+    controller has them from there."""
+    sleep_after_ms: Count | None = None
     """After this time without sessions and shards it asks to sleep; never, where this is left out (LC-1)."""
-    prefill_tokens_per_s: int = 0
-    decode_tokens_per_s: int = 0
+    prefill_tokens_per_s: Amount = 0
+    """What placement goes by until the instance has measured it; 0 is not known."""
+    decode_tokens_per_s: Amount = 0
+    """The same, of generated tokens."""
     links: list[LinkSection] = []
 
 
 class ControllerSection(RoleSection, frozen=True, kw_only=True):
-    """``[controller]``."""
+    """Decides which instance answers, and keeps the sessions."""
 
     index: list[str]
+    """Base URI of the index, or of each of its parts; `[]` has none, and everything counts as not cached."""
     classes: dict[str, str] = {}
-    """For an instance's base URI the class within which results are bit-identical (CP-6)."""
-    min_active: _Count = 1
+    """For an instance's base URI the name of the class within which results are equal to the last bit
+    (CP-6); by default instances say so themselves."""
+    min_active: Count = 1
+    """Instances that stay awake, whatever they ask."""
     prefetch: bool = True
     """Whether the instance that is to serve a request is told ahead what to load."""
     open_by_checkpoint: bool = False
@@ -170,22 +206,29 @@ class ControllerSection(RoleSection, frozen=True, kw_only=True):
 
 
 class FrontEndSection(ModelSection, frozen=True, kw_only=True):
-    """``[front_end]``: also the API of OpenAI's kind, which is no part of KVSP."""
+    """What programs ask, by an API of OpenAI's kind, in plain HTTP, which is no part of KVSP."""
 
     api_host: str = "127.0.0.1"
+    """Whoever reaches it may ask."""
     api_port: _Port = 8000
+    """0 takes a free one, which the log names."""
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
-    """A process."""
+    """These keys stand before the first section."""
 
     authorities_file: str
+    """Whose certificates count; PEM. SIGHUP reads it again."""
     policy_file: str
+    """Who may do what (below). SIGHUP reads it again."""
     data_dir: str = ""
-    """Where durable state is kept; by default ``data`` beside the file."""
+    """Where durable state is kept; by default `data` beside the file."""
     storage_key_file: str | None = None
+    """Seals what is stored, at least 32 octets; a controller and tiers on disk need it."""
     descriptor_files: list[str] = []
+    """Compatibility Descriptors that the roles begin with; others are learnt."""
     loop: LoopName = "trio"
+    """What the process runs on."""
     monitoring: MonitoringSection = MonitoringSection()
     log: LogSection = LogSection()
     scopes: list[ScopeSection] = []
@@ -257,6 +300,9 @@ def _check_uris(path: Path, name: str, section: RoleSection) -> None:
             uris += [(f"{key}[{number}]", uri) for number, uri in enumerate(value)]
         elif value is not None:
             uris.append((key, value))
+    links = getattr(section, "links", ())
+    uris += [(f"links[{number}].holder", link.holder) for number, link in enumerate(links)]
+    uris += [(f"classes.{instance!r}", instance) for instance in getattr(section, "classes", ())]
     for key, uri in uris:
         try:
             parse_base_uri(uri)
@@ -286,6 +332,8 @@ def _check_files(path: Path, config: Config) -> None:
             (f"{name}.certificate_file", section.certificate_file),
             (f"{name}.key_file", section.key_file),
         ]
+        if isinstance(section, ModelSection):
+            named.append((f"{name}.model_dir", section.model_dir))
     for key, file in named:
         if not Path(file).exists():
             raise DocumentError(f"{path}: {key}: there is no {file}")
@@ -316,6 +364,8 @@ def _check_apart(path: Path, config: Config) -> None:
             f"{path}: storage_key_file: {stores[0]} stores on disk and needs one;"
             " make it with: (umask 077; head -c 32 /dev/urandom > storage.key)"
         )
+    if config.front_end is not None and not config.scopes:
+        raise DocumentError(f"{path}: scopes: a front end asks in one; add [[scopes]] with its key_file")
     if config.index is not None and config.scopes and config.instance is None and config.front_end is None:
         raise DocumentError(
             f"{path}: scopes: an index must not have Scope Keys; no other role here needs any, so remove them"

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import tomllib
-from collections.abc import Iterable
-from enum import Enum
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
 
 import msgspec
 
+from kvsp_client.typed import typed
 from kvsp_core.errors import KVSPError
 
 __all__ = ["DocumentError", "read_toml"]
@@ -53,12 +50,11 @@ def read_toml(path: Path, kind: type[Document]) -> Document:
         raise DocumentError(f"{path}: not a TOML file: it is not UTF-8 text") from None
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise DocumentError(f"{path}: not TOML: {error}") from None
-    _refuse_unknown(path, found, kind, "")
     _make_absolute(found, path.resolve().parent)
     try:
-        return msgspec.convert(found, kind)
-    except msgspec.ValidationError as error:
-        raise DocumentError(f"{path}: {_said_with_key(str(error))}") from None
+        return typed(found, kind)
+    except KVSPError as error:
+        raise DocumentError(f"{path}: {error}") from None
 
 
 def _make_absolute(found: Any, directory: Path) -> None:
@@ -74,48 +70,3 @@ def _make_absolute(found: Any, directory: Path) -> None:
                 found[key] = [str(directory / v) if isinstance(v, str) else v for v in value]
             else:
                 _make_absolute(value, directory)
-
-
-def _said_with_key(said: str) -> str:
-    """Turn ``Expected `int`, got `str` - at `$.a.b` `` into ``a.b: expected int, found str``."""
-    text, _, place = said.partition(" - at `")
-    text = text.replace("`", "").replace(", got ", ", found ")
-    text = text.replace("Object missing required field ", "missing: ")
-    key = place.rstrip("`").removeprefix("$").removeprefix(".")
-    return f"{key}: {text[:1].lower()}{text[1:]}" if key else f"{text[:1].lower()}{text[1:]}"
-
-
-def _refuse_unknown(path: Path, found: object, kind: Any, key: str) -> None:
-    """Raise for the first key, or word of a fixed set, that the type does not have: msgspec's own messages
-    do not say what is allowed there. Other mistakes are left to msgspec.
-    """
-    origin, options = get_origin(kind), get_args(kind)
-    if origin in (Union, UnionType):
-        for option in options:
-            if option is not type(None):
-                _refuse_unknown(path, found, option, key)
-    elif origin is Literal or (isinstance(kind, type) and issubclass(kind, Enum)):
-        words = [str(option.value) for option in kind] if origin is None else [str(o) for o in options]
-        if isinstance(found, str) and found not in words:
-            raise DocumentError(f"{path}: {key}: {found!r} is unknown; {_allowed(found, words)}")
-    elif origin in (list, tuple) and isinstance(found, list):
-        for number, entry in enumerate(found):
-            _refuse_unknown(path, entry, options[0], f"{key}[{number}]")
-    elif origin is dict and isinstance(found, dict):
-        for name, entry in found.items():
-            _refuse_unknown(path, entry, options[1], _joined(key, name))
-    elif isinstance(kind, type) and issubclass(kind, msgspec.Struct) and isinstance(found, dict):
-        hints = get_type_hints(kind)
-        for name, entry in found.items():
-            if name not in hints:
-                raise DocumentError(f"{path}: {_joined(key, name)}: unknown; {_allowed(name, hints)}")
-            _refuse_unknown(path, entry, hints[name], _joined(key, name))
-
-
-def _joined(key: str, name: str) -> str:
-    return f"{key}.{name}" if key else name
-
-
-def _allowed(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), 1)
-    return f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(known))}"

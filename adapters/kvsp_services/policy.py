@@ -16,10 +16,7 @@
     [delegates]
     "https://ii1.example/kvsp/" = ["https://h1.example/kvsp/"]
 
-What the file does not allow is refused. A scope with ``shared = true`` is for content that is public among
-its readers, who may then learn which of it others used (SK-6); ``producers`` names those whose digests
-alone count. Of a scope with ``purged = true`` roles delete all that they have. A principal of ``delegates``
-publishes for the holders named.
+What stands under a class or a key is what docs/configuration.md says of it.
 """
 
 from __future__ import annotations
@@ -37,31 +34,46 @@ from kvsp_core.resources import RoleName
 from kvsp_core.roles.authorization import Policy, ScopeRules
 from kvsp_services.documents import DocumentError, read_toml
 
-__all__ = ["read_policy"]
+__all__ = ["PolicyFile", "PolicyScope", "read_policy"]
 
 _SCOPE_ID: Final = re.compile(r"[0-9a-f]{32}")
 _SPIFFE: Final = re.compile(r"spiffe://[a-z0-9._-]{1,255}(?:/[A-Za-z0-9._-]+)*")
 
 
-class _Scope(msgspec.Struct, frozen=True):
+class PolicyScope(msgspec.Struct, frozen=True):
+    """Who may do what in a scope, which is named by its Scope ID: lists of principals."""
+
     read: tuple[str, ...] = ()
+    """Look up, fetch and lease its blocks, run sessions in it. Whoever reads can find out whether somebody
+    else had the same prefix."""
     write: tuple[str, ...] = ()
+    """Store blocks at a holder."""
     publish: tuple[str, ...] = ()
+    """Publish records, and be trusted to serve what they say."""
     withdraw: tuple[str, ...] = ()
+    """Withdraw records of others whose blocks are bad."""
     producers: tuple[str, ...] = ()
+    """Where any are named, only their digests count."""
     shared: bool = False
+    """For what is public among its readers, who may learn which of it others used (SK-6)."""
     purged: bool = False
+    """Roles delete all that they have of it, and nobody may do anything in it any more."""
 
 
-class _File(msgspec.Struct, frozen=True):
+class PolicyFile(msgspec.Struct, frozen=True):
+    """Who is what. What the file does not allow is refused."""
+
     principals: dict[str, tuple[RoleName, ...]]
-    scopes: dict[str, _Scope] = {}
+    """For the URI of a certificate, a base URI or a SPIFFE ID, what it is."""
+    scopes: dict[str, PolicyScope] = {}
+    """For a Scope ID, which `kvsp scope` prints, who may do what."""
     delegates: dict[str, tuple[str, ...]] = {}
+    """For a principal the holders whose records it may publish and withdraw beside its own."""
 
 
 def read_policy(path: Path) -> Policy:
     """Return the policy in a file; raises `DocumentError` with the key of the first mistake."""
-    file = read_toml(path, _File)
+    file = read_toml(path, PolicyFile)
     for principal, roles in file.principals.items():
         key = f"principals.{principal!r}"
         if not _is_principal(principal):
@@ -89,7 +101,7 @@ def read_policy(path: Path) -> Policy:
     return Policy(file.principals, rules, file.delegates)
 
 
-def _check_known(path: Path, key: str, principals: Iterable[str], file: _File) -> None:
+def _check_known(path: Path, key: str, principals: Iterable[str], file: PolicyFile) -> None:
     for number, principal in enumerate(principals):
         if principal not in file.principals:
             raise DocumentError(

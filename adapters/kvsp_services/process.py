@@ -40,7 +40,7 @@ from kvsp_services.ports import Loop
 from kvsp_services.running_role import RunningRole
 from kvsp_services.tracing import open_traces
 
-__all__ = ["Process", "running", "serve"]
+__all__ = ["Process", "check_files", "running", "serve"]
 
 DRAIN_S: Final = 30.0
 """Time that roles have to hand over what they have: sessions that finish, records that are withdrawn."""
@@ -49,6 +49,18 @@ CLOSE_S: Final = 5.0
 _HEARTBEAT_S: Final = 1.0
 _DEAF_S: Final = 10.0
 """Time without a heartbeat after which the process says that it is not healthy."""
+
+
+def check_files(config: Config) -> None:
+    """Read the files that a process is made from, but for stores and models; raises as it would."""
+    read_storage_key(config)
+    read_descriptors(config)
+    read_scopes(config)
+    read_policy(Path(config.policy_file))
+    for section in config.roles.values():
+        certificate, authorities = Path(section.certificate_file), Path(config.authorities_file)
+        Credentials(certificate, Path(section.key_file), authorities)
+        check_certificate(certificate, section.base_uri)
 
 
 class Process:

@@ -126,8 +126,6 @@ class RunningRole:
         """Of a front end: what programs ask it for."""
         self._engine: ThreadedEngine | None = None
         if isinstance(section, FrontEndSection):
-            if not process.scopes:
-                raise KVSPError(f"[{name}]: it needs a scope to ask in; add [[scopes]] with its key_file")
             refused = partial(process.metrics.count, "front_end_refused")
             self.generations = Generations(process.scopes[0].scope_id, refused)
 

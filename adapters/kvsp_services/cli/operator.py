@@ -40,12 +40,14 @@ from kvsp_services.asking import Asker, ask_for, expect_success
 from kvsp_services.cli.connection import as_json_option, show_json, show_table, with_credentials
 from kvsp_services.cli.options import (
     BASE_URI,
-    FILE,
     MAP_NAME,
     controller_option,
     counted,
+    descriptor_option,
     holder_option,
     index_option,
+    scope_key_option,
+    tokens_option,
 )
 from kvsp_services.cli.values import read_descriptor, read_keys
 
@@ -164,9 +166,9 @@ _WAIT_S = 120.0
 @click.argument("map_id", type=MAP_NAME, metavar="MAP")
 @click.argument("instances", nargs=-1, type=BASE_URI, metavar="[INSTANCES]...")
 @controller_option
-@click.option("--descriptor", type=click.File("rb"), help="The Compatibility Descriptor, a JSON file.")
-@click.option("--scope-key-file", type=FILE, help="The tenant's Scope Key.")
-@click.option("--tokens", type=click.File("rb"), help="The context: a JSON array; - for standard input.")
+@descriptor_option(required=False)
+@scope_key_option(required=False)
+@tokens_option(required=False)
 @click.option("--end", is_flag=True, help="Have the members let go of the context.")
 @as_json_option
 @with_credentials

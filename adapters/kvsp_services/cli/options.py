@@ -24,8 +24,10 @@ __all__ = [
     "counted",
     "descriptor_option",
     "holder_option",
+    "holders_option",
     "index_option",
     "scope_key_option",
+    "tokens_option",
 ]
 
 
@@ -110,18 +112,50 @@ holder_option = click.option(
     required=True,
     help="Base URI of the holder.",
 )
-descriptor_option = click.option(
-    "--descriptor",
-    type=click.File("rb"),
-    required=True,
-    help="The Compatibility Descriptor, a JSON file; kvsp compat --model-dir derives it.",
+holders_option = click.option(
+    "--holder",
+    "holders",
+    type=BASE_URI,
+    envvar="KVSP_HOLDER",
+    show_envvar=True,
+    multiple=True,
+    callback=_once_each,
+    help="Base URI of a holder; may be given several times.",
 )
-scope_key_option = click.option(
-    "--scope-key-file",
-    type=FILE,
-    required=True,
-    help="The tenant's Scope Key: a file of at least 32 octets, or 64 hex digits.",
-)
+
+
+def descriptor_option(*, required: bool = True) -> Callable[[F], F]:
+    """Return the option that names a descriptor; the command gets `descriptor`."""
+    return click.option(
+        "--descriptor",
+        type=click.File("rb"),
+        envvar="KVSP_DESCRIPTOR",
+        show_envvar=True,
+        required=required,
+        help="The Compatibility Descriptor, a JSON file; kvsp compat --model-dir derives it.",
+    )
+
+
+def scope_key_option(*, required: bool = True) -> Callable[[F], F]:
+    """Return the option that names the file of a Scope Key; the command gets `scope_key_file`."""
+    return click.option(
+        "--scope-key-file",
+        type=FILE,
+        envvar="KVSP_SCOPE_KEY_FILE",
+        show_envvar=True,
+        required=required,
+        help="The tenant's Scope Key: a file of at least 32 octets, or 64 hex digits.",
+    )
+
+
+def tokens_option(*, required: bool = True) -> Callable[[F], F]:
+    """Return the option that names a file of tokens; the command gets `tokens`."""
+    return click.option(
+        "--tokens",
+        type=click.File("rb"),
+        required=required,
+        help="The tokens: a JSON array of integers; - for standard input.",
+    )
 
 
 def index_option(*, required: bool) -> Callable[[F], F]:

@@ -19,17 +19,18 @@ __all__ = ["serve"]
 @click.option(
     "--loop", type=click.Choice(get_args(LoopName)), help="What it runs on; default: what the file says."
 )
-@click.option("--check", is_flag=True, help="Only read the configuration, and say whether it is right.")
+@click.option("--check", is_flag=True, help="Only read it and the files it names; say what it would run.")
 def serve(config: Path, loop: LoopName | None, check: bool) -> None:
     """Run the roles that the CONFIG file names, until SIGTERM. SIGHUP reads policy, limits and
-    certificates again."""
+    certificates again. Its keys are in docs/configuration.md."""
     document = read_config(config)
+    from kvsp_services import process
+
     if check:
+        process.check_files(document)
         click.echo(f"{config}: runs {', '.join(document.roles)}")
         return
     configure_logs(document.log.level, document.log.format)
-    from kvsp_services import process
-
     failure = process.serve(document, loop, reread=lambda: read_config(config))
     if failure is not None:
         raise KVSPError(failure)

@@ -18,7 +18,7 @@ from kvsp_h2 import Credentials
 from kvsp_services.asking import ask_for
 from kvsp_services.cli.connection import with_credentials
 from kvsp_services.cli.operator import INSTANCE_HEADS, instance_row
-from kvsp_services.cli.options import BASE_URI, controller_option, index_option
+from kvsp_services.cli.options import controller_option, holders_option, index_option
 
 __all__ = ["table", "top"]
 
@@ -73,13 +73,7 @@ def _view(
 @click.command()
 @controller_option
 @index_option(required=False)
-@click.option(
-    "--holder",
-    "holders",
-    type=BASE_URI,
-    multiple=True,
-    help="A holder's base URI; may be given several times.",
-)
+@holders_option
 @click.option("--interval", type=click.FloatRange(min=0.2), default=2.0, show_default=True, help="Seconds.")
 @click.option("--once", is_flag=True, help="Show it once, and end; exit 1 where a role did not answer.")
 @with_credentials

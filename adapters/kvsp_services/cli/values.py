@@ -18,7 +18,7 @@ from kvsp_core.container import decode_container, replica_digest
 from kvsp_core.errors import KVSPError, LocalProtocolError
 from kvsp_core.identity import CompatibilityDescriptor, Scope
 from kvsp_core.registries import INITIAL_REGISTRIES
-from kvsp_services.cli.options import descriptor_option, scope_key_option
+from kvsp_services.cli.options import descriptor_option, scope_key_option, tokens_option
 
 __all__ = ["compat", "inspect", "keys", "read_descriptor", "read_keys", "scope"]
 
@@ -85,7 +85,7 @@ def compat(descriptor: BinaryIO | None, model_dir: Path | None, **given: Any) ->
 
 
 @click.command()
-@scope_key_option
+@scope_key_option()
 @click.option("--salt", help="Of the scope for requests with this cache salt.")
 def scope(scope_key_file: Path, salt: str | None) -> None:
     """Print the Scope ID of a Scope Key. The key itself is never printed."""
@@ -96,9 +96,9 @@ def scope(scope_key_file: Path, salt: str | None) -> None:
 
 
 @click.command(short_help="Print the block keys of a sequence of tokens.")
-@descriptor_option
-@scope_key_option
-@click.option("--tokens", type=_DOCUMENT, required=True, help="A JSON array of tokens; - for standard input.")
+@descriptor_option()
+@scope_key_option()
+@tokens_option()
 def keys(descriptor: BinaryIO, scope_key_file: Path, tokens: BinaryIO) -> None:
     """Print the block keys of a sequence of tokens, one a line; incomplete last blocks have none."""
     members = read_descriptor(descriptor)

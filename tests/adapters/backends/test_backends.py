@@ -404,5 +404,9 @@ def test_lmcache_lookups_do_not_wait_for_stores(adapter: Callable[..., Any]) -> 
 
 
 def test_lmcache_settings_are_checked(adapter: Callable[..., Any]) -> None:
-    with pytest.raises(LocalProtocolError, match=r"^adapter_params: .*unknown_thing"):
-        adapter(unknown_thing=1)
+    with pytest.raises(
+        LocalProtocolError, match=r"^adapter_params: .*chunk_token: unknown; did you mean chunk_"
+    ):
+        adapter(chunk_token=1)
+    with pytest.raises(LocalProtocolError, match=r"^adapter_params: .*chunk_tokens: expected int >= 1"):
+        adapter(chunk_tokens=0)

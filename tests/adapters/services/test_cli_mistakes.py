@@ -4,11 +4,14 @@ nothing was done."""
 from __future__ import annotations
 
 import json
+import re
 import sys
+from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 
+import click
 import pytest
 
 from kvsp_services.cli import app, main
@@ -16,6 +19,7 @@ from kvsp_services.pki import init_ca, issue
 from tests.adapters.services.cluster import free_ports
 from tests.adapters.services.test_cli_values import DESCRIPTOR, HEADER
 
+ROOT = Path(__file__).resolve().parents[3]
 KEY, SCOPE_ID = "ab" * 32, "ab" * 16
 NOBODY = "https://127.0.0.1:1/kvsp/"
 """A base URI at which no role is."""
@@ -23,6 +27,16 @@ WHO = ("--certificate", "ops.pem")
 SCOPE = ("--descriptor", "descriptor.json", "--scope-key-file", "tenant.key")
 TOKENS = ("--tokens", "tokens.json")
 PURGE = ("--storage-key-file", "tenant.key", "--scope", SCOPE_ID)
+FILES = {
+    "policy.toml": "principals = {}\nscopes.abc = {}\n",
+    "wrong.toml": """authorities_file = "ca.pem"
+        policy_file = "policy.toml"
+        [index]
+        base_uri = "https://h1.example/"
+        certificate_file = "ops.pem"
+        key_file = "ops.key"
+        """,
+}
 UNREACHED = "the service cannot be reached; is it running, and is this its base URI?"
 NO_URI = "a base URI starts with 'https://'"
 MISSING, FOLDER = "No such file or directory", "Is a directory"
@@ -36,6 +50,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     issue(made, uri="spiffe://example/ops", name="ops")
     (made / "descriptor.json").write_text(json.dumps(DESCRIPTOR))
     (made / "tokens.json").write_text("[1, 2, 3, 4]")
+    for name in ("policy.toml", "wrong.toml"):
+        (made / name).write_text(FILES[name])
     (made / "mixed.json").write_text('[1, "2"]')
     (made / "alone").mkdir()
     for ending in (".pem", ".key"):
@@ -129,8 +145,8 @@ CASES: list[tuple[list[str], int, str]] = [
     (["compat", "--model-dir", "wrong"], 2, "is a file"),
     (["compat", "--model-dir", "folder"], 1, "folder has no config.json"),
     (["scope"], 2, "Missing option '--scope-key-file'"),
-    (["scope", "--scope-key-file", "none"], 2, "'--scope-key-file': File 'none' does not exist"),
-    (["scope", "--scope-key-file", "folder"], 2, "'--scope-key-file': File 'folder' is a directory"),
+    (["scope", "--scope-key-file", "none"], 2, "File 'none' does not exist"),
+    (["scope", "--scope-key-file", "folder"], 2, "File 'folder' is a directory"),
     (["scope", "--scope-key-file", "open.key"], 1, "run: chmod 600 open.key"),
     (["scope", "--scope-key-file", "short.key"], 1, "short.key"),
     (["keys", *SCOPE, "--tokens", "none"], 2, MISSING),
@@ -170,14 +186,15 @@ CASES: list[tuple[list[str], int, str]] = [
     (["pki", "issue", ".", "--uri", NOBODY, "--days", "9999999"], 2, "Invalid value for '--days'"),
     (["serve", "none"], 2, "does not exist"),
     (["serve", "folder"], 2, "is a directory"),
+    (["serve", "wrong.toml", "--check"], 1, "policy.toml: scopes: a scope is named by its Scope ID"),
     (["serve", "wrong"], 1, "wrong: not TOML: "),
     (["serve", "wrong", "--loop", "curio"], 2, "Invalid value for '--loop'"),
     (["model"], 2, "Usage: kvsp model"),
     (["model", "prepare", "wrong"], 2, "is a file"),
     (["model", "prepare", "full", "--tiny"], 1, "full is not empty; name a new directory"),
     (["model", "prepare", "new", "--dtype", "int4"], 2, "Invalid value for '--dtype'"),
-    (["demo", "--model", "none"], 2, "does not exist"),
-    (["demo", "--model", "folder"], 1, "folder has no config.json"),
+    (["demo", "--model-dir", "none"], 2, "does not exist"),
+    (["demo", "--model-dir", "folder"], 1, "folder has no config.json"),
     (["demo", "--report", "folder"], 2, "is a directory"),
     (["demo", "--report", "wrong/report.html"], 2, "wrong/report.html: it cannot be written"),
     (["simulate", "--seed", "x"], 2, "Invalid value for '--seed'"),
@@ -228,11 +245,45 @@ def test_a_variable_that_is_wrong_is_named(
     assert app.run(["index", *WHO]) == 1, "two parts of an index are two"
 
 
+def test_a_command_of_another_package_is_listed_last(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(app.COMMANDS, "theirs", app.COMMANDS["scope"])
+    assert app.run(["--help"]) == 0
+    assert capfd.readouterr().out.rpartition("Other commands:")[2].split()[0] == "theirs"
+
+
+def options_of(command: click.Command) -> Iterator[tuple[str, click.Option]]:
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            yield from options_of(command.get_command(context, name) or command)
+        return
+    for parameter in command.params:
+        if isinstance(parameter, click.Option):
+            yield str(command.name), parameter
+
+
+def test_an_option_of_several_commands_has_one_variable_and_one_meaning() -> None:
+    alike: dict[str, dict[str, click.Option]] = {}
+    for command, option in options_of(app.kvsp):
+        alike.setdefault(option.opts[0], {})[command] = option
+    assert set(alike["--holder"]) == {"get", "lease", "leases", "put", "top"}
+    for name, options in alike.items():
+        assert len({(option.envvar, option.type.name) for option in options.values()}) == 1, name
+    said = {str(option.envvar) for options in alike.values() for option in options.values() if option.envvar}
+    page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    assert said == set(
+        re.findall(r"KVSP_[A-Z_]+(?<!_)", page.partition("## Commands")[2].partition("## ")[0])
+    )
+
+
 def test_every_command_has_a_help_without_words_cut_off(capfd: pytest.CaptureFixture[str]) -> None:
     assert app.run(["--help"]) == 0
-    listed = capfd.readouterr().out.partition("Commands:")[2]
+    listed = capfd.readouterr().out.partition("Options:")[2]
     assert "..." not in listed
-    assert len(listed.splitlines()) > 20
+    found = [line.split()[0] for line in listed.splitlines() if line.startswith("  ")]
+    assert sorted(found[2:]) == sorted({*app.COMMANDS, "model", "explore", "simulate"}), "each once"
     for name in [*app.COMMANDS, "model", "explore", "simulate"]:
         assert app.run([name, "--help"]) == 0
         assert capfd.readouterr().out.startswith(f"Usage: kvsp {name}")

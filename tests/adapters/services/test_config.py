@@ -16,6 +16,11 @@ HOLDER = f'[holder]\nbase_uri = "https://127.0.0.1:8442/kvsp/"\n{CERTIFICATE}ind
 HOST = '[[holder.tiers]]\ntier = "host"\ncapacity_bytes = 1000000\n'
 DISK = '[[holder.tiers]]\ntier = "local-storage"\ncapacity_bytes = 1000000\ndirectory = "blocks"\n'
 CONTROLLER = f'[controller]\nbase_uri = "https://127.0.0.1:8443/kvsp/"\n{CERTIFICATE}index = []\n'
+MODEL = f'{CERTIFICATE}model_dir = "."\ncontroller = "https://127.0.0.1:8443/kvsp/"\n'
+INSTANCE = f'[instance]\nbase_uri = "https://127.0.0.1:8444/kvsp/"\n{MODEL}index = ["https://127.0.0.1:8441/kvsp/"]\n'
+LINK = '[[instance.links]]\nholder = "https://127.0.0.1:8442/kvsp/"\n'
+RATE = "mbit_per_s = 1\n"
+FRONT_END = f'[front_end]\nbase_uri = "https://127.0.0.1:8445/kvsp/"\n{MODEL}'
 
 
 @pytest.fixture
@@ -56,6 +61,20 @@ def test_a_role_may_listen_elsewhere(path: Path, listen: str, address: tuple[str
     ("text", "said"),
     [
         (COMMON, "names no role"),
+        (COMMON + INSTANCE + 'copies_to = "x"\n', "instance.copies_to: "),
+        (
+            COMMON + INSTANCE.replace("model_", "modell_"),
+            "instance.modell_dir: unknown; did you mean model_dir?",
+        ),
+        (COMMON + INSTANCE.replace('"."', '"none"'), "instance.model_dir: there is no "),
+        (COMMON + INSTANCE + LINK.replace("/kvsp/", "") + RATE, "links[0].holder: a base URI ends in"),
+        (COMMON + INSTANCE + LINK + "mbit_per_s = -1\n", "instance.links[0].mbit_per_s: expected int >= 0"),
+        (
+            COMMON + INSTANCE + f"prefill_tokens_per_s = {2**53}\n",
+            "instance.prefill_tokens_per_s: expected int",
+        ),
+        (COMMON + CONTROLLER + 'classes.foo = "a"\n', "controller.classes.'foo': a base URI starts with"),
+        (COMMON + FRONT_END, "scopes: a front end asks in one; add [[scopes]]"),
         ('policy_file = "policy.toml"\n' + INDEX, "missing: authorities_file"),
         (COMMON + INDEX + "max_tll_ms = 1\n", "index.max_tll_ms: unknown; did you mean max_ttl_ms?"),
         (COMMON + INDEX + "max_ttl_ms = 0\n", "index.max_ttl_ms: expected int >= 1"),
