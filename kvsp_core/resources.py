@@ -409,6 +409,12 @@ class Resource:
     answer_type: str = JSON_MEDIA_TYPE
     query: tuple[str, ...] = ()
     body_required: bool = True
+    template: tuple[str, ...] = attrs.field(init=False)
+    """The segments of the path; in braces what is to be filled in."""
+
+    @template.default
+    def _segments(self) -> tuple[str, ...]:
+        return tuple(self.path.split("/"))
 
 
 _IS: Final = (RoleName.INDEX,)
@@ -500,14 +506,13 @@ class Router:
         rows = [row for row in RESOURCES if served & set(row.roles)]
         self._by_shape: dict[tuple[str, int], list[tuple[tuple[str, ...], list[Resource]]]] = {}
         for row in rows:
-            template = tuple(row.path.split("/"))
-            shape = self._by_shape.setdefault((template[0], len(template)), [])
+            shape = self._by_shape.setdefault((row.template[0], len(row.template)), [])
             for known, same in shape:
-                if known == template:
+                if known == row.template:
                     same.append(row)
                     break
             else:
-                shape.append((template, [row]))
+                shape.append((row.template, [row]))
 
     def route(self, request: Request) -> Operation | Refusal:
         """Return what a request asks for, or why it has no meaning here (HT-8).
@@ -520,7 +525,7 @@ class Router:
                 continue
             for row in rows:
                 if row.method == request.method:
-                    return _typed(row, template, segments, request.query)
+                    return _typed(row, segments, request.query)
             allow = tuple(row.method for row in rows)
             detail = f"this resource has {', '.join(allow)}"
             return Refusal(Problem(METHOD_NOT_ALLOWED, detail), allow)
@@ -550,10 +555,10 @@ def _fits(template: tuple[str, ...], segments: list[str]) -> bool:
     return all(part == segment or part[0] == "{" for part, segment in zip(template, segments, strict=True))
 
 
-def _typed(row: Resource, template: tuple[str, ...], segments: list[str], query: str) -> Operation | Refusal:
+def _typed(row: Resource, segments: list[str], query: str) -> Operation | Refusal:
     members: dict[str, object] = {}
     try:
-        for part, segment in zip(template, segments, strict=True):
+        for part, segment in zip(row.template, segments, strict=True):
             if part[0] == "{":
                 members[part[1:-1]] = _path_member(part[1:-1], segment)
         if row.query and query:
@@ -629,15 +634,15 @@ def request_for(
     """
     row = resource_of(operation)
     octets = body if isinstance(body, bytes) else b"" if body is None else encode(body)
-    values = {field.name: getattr(operation, field.name) for field in attrs.fields(type(operation))}
     path = "/".join(
-        quote(values[part[1:-1]], safe="") if part[0] == "{" else part for part in row.path.split("/")
+        quote(getattr(operation, part[1:-1]), safe="") if part[0] == "{" else part for part in row.template
     )
     query = []
-    if values.get("layers") is not None:
-        query.append("layers={}-{}".format(*values["layers"]))
-    if values.get("codec") is not None:
-        query.append(f"codec={values['codec']}")
+    if isinstance(operation, GetBlock | HeadBlock):
+        if operation.layers is not None:
+            query.append("layers={}-{}".format(*operation.layers))
+        if operation.codec is not None:
+            query.append(f"codec={operation.codec}")
     is_block = row.operation is StoreBlock
     content_length = length if length is not None else len(octets)
     return (

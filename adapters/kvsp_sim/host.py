@@ -335,8 +335,10 @@ class Host:
         if self.role is None or self.process.paused:
             return
         deadline_ms = self.role.next_deadline_ms()
-        if deadline_ms is None:
-            return
+        if deadline_ms is not None:
+            self._wake_at(deadline_ms)
+
+    def _wake_at(self, deadline_ms: int) -> None:
         due_us = self.process.clock.when(deadline_ms)
         armed = self._timer_us
         if armed is None or due_us < armed:
@@ -350,9 +352,12 @@ class Host:
         if self.process.paused:
             return
         deadline_ms = self.role.next_deadline_ms()
-        if deadline_ms is not None and deadline_ms <= self.now_ms:
-            self.deliver(TimerFired())
-        self.arm_timer()
+        if deadline_ms is None:
+            return
+        if deadline_ms <= self.now_ms:
+            self.take(TimerFired())
+        else:
+            self._wake_at(deadline_ms)
 
     # Effects
 

@@ -6,9 +6,18 @@ from collections.abc import Hashable, Iterator
 from heapq import heapify, heappop, heappush
 from typing import Generic, TypeVar
 
-__all__ = ["Alarms"]
+__all__ = ["Alarms", "earliest"]
 
 Key = TypeVar("Key", bound=Hashable)
+
+
+def earliest(*deadlines_ms: int | None) -> int | None:
+    """Return the first of some deadlines, of which None is one of nothing; None where nothing is due."""
+    first_ms = None
+    for at_ms in deadlines_ms:
+        if at_ms is not None and (first_ms is None or at_ms < first_ms):
+            first_ms = at_ms
+    return first_ms
 
 
 class Alarms(Generic[Key]):

@@ -32,6 +32,7 @@ from kvsp_core.limits import (
     MAX_LEASE_TTL_MS,
     MAX_LEASES_PER_CLIENT,
 )
+from kvsp_core.machines.alarms import earliest
 from kvsp_core.machines.granted_leases import GrantedLeases, Lease
 from kvsp_core.machines.table import Table, refuse, to
 from kvsp_core.problems import LEASE_QUOTA, NOT_FOUND, Problem
@@ -394,9 +395,9 @@ class LeaseTable:
         self._withdrawal_ms = withdrawal_ms
         # Blocks may be millions: strings and numbers only, which the garbage collector does not visit.
         self._sizes: dict[str, int] = {}
-        self._restored: set[str] = set()
+        self._restored: dict[str, None] = {}  # a set that keeps its order, as the others below
         self._grace_until_ms = _last_ms(now_ms, max_ttl_ms)
-        # What is out of the ordinary about a few of them. A dict of None is a set that keeps its order.
+        # What is out of the ordinary about a few of them.
         self._leases = GrantedLeases(self._size_of, quota_bytes=quota_bytes, max_leases=max_leases)
         self._reads: dict[str, str] = {}
         self._readers_of: dict[str, dict[str, None]] = {}
@@ -462,12 +463,11 @@ class LeaseTable:
         """Return when to send `TimerFired` next, or None."""
         if self._unprotected:
             return 0  # found expired by a question, or by an event that was refused
-        deadlines = [until_ms + 1 for until_ms in itertools.islice(self._withdrawing.values(), 1)]
-        if self._restored:
-            deadlines.append(self._grace_until_ms + 1)
-        if (end_ms := self._leases.next_end_ms()) is not None:
-            deadlines.append(end_ms)
-        return min(deadlines, default=None)
+        return earliest(
+            self._leases.next_end_ms(),
+            next(iter(self._withdrawing.values())) + 1 if self._withdrawing else None,
+            self._grace_until_ms + 1 if self._restored else None,
+        )
 
     # Events
 
@@ -506,7 +506,7 @@ class LeaseTable:
         BLOCKS.check(self.kind_of_block(event.block, now_ms), event)
         self._sizes[event.block] = event.size_bytes
         if event.restored and now_ms <= self._grace_until_ms:
-            self._restored.add(event.block)
+            self._restored[event.block] = None
         return ()
 
     def _create(self, event: CreateLease, now_ms: int) -> tuple[Effect, ...]:
@@ -607,7 +607,7 @@ class LeaseTable:
         """Stop holding a block; its memory is free once the last reader is gone."""
         self._leases.take_out(block)
         del self._sizes[block]
-        self._restored.discard(block)
+        self._restored.pop(block, None)
         self._withdrawing.pop(block, None)
         readers = self._readers_of.get(block)
         if not readers:
@@ -624,7 +624,7 @@ class LeaseTable:
         self._let_go(self._leases.end_due(now_ms))
         if self._restored and now_ms > self._grace_until_ms:
             self._let_go(self._restored)
-            self._restored = set()
+            self._restored = {}
 
     def _let_go(self, blocks: Iterable[str]) -> None:
         self._unprotected.update(dict.fromkeys(blocks))
@@ -664,7 +664,7 @@ class LeaseTable:
             )
         self._grace_until_ms = now_ms + frozen.grace_ms
         self._sizes = {block: size for block, size, _ in frozen.blocks}
-        self._restored = {block for block, _, restored in frozen.blocks if restored}
+        self._restored = {block: None for block, _, restored in frozen.blocks if restored}
         self._withdrawing = {block: now_ms + left_ms for block, left_ms in frozen.withdrawing}
         self._leaving = set(frozen.leaving)
         self._unprotected = dict.fromkeys(frozen.unprotected)

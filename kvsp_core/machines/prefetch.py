@@ -23,7 +23,7 @@ import attrs
 
 from kvsp_core.machines import prefetch_load as load
 from kvsp_core.machines import prefetch_queue
-from kvsp_core.machines.alarms import Alarms
+from kvsp_core.machines.alarms import Alarms, earliest
 from kvsp_core.machines.prefetch_directive import Directive, DirectiveState, PrefetchLimits
 from kvsp_core.machines.prefetch_queue import LoadQueue
 from kvsp_core.machines.table import Table, to
@@ -362,8 +362,7 @@ class PrefetchTable:
 
     def next_deadline_ms(self) -> int | None:
         """Return when `TimerFired` is next due, or None."""
-        due = (self._alarms.next_ms(), self._queue.next_deadline_ms())
-        return min((due_ms for due_ms in due if due_ms is not None), default=None)
+        return earliest(self._alarms.next_ms(), self._queue.next_deadline_ms())
 
     # What happens
 

@@ -24,6 +24,7 @@ import attrs
 
 from kvsp_core.errors import LocalProtocolError
 from kvsp_core.limits import RESHARD_RETRY_MS
+from kvsp_core.machines.alarms import earliest
 from kvsp_core.machines.reshard_plan import Plan, Range, compare, joined, token_count
 from kvsp_core.machines.table import Table, to
 from kvsp_core.records import Shard, ShardMap
@@ -676,8 +677,7 @@ def recover(record: ReshardRecord) -> _Result:
 
 def next_deadline_ms(state: State) -> int | None:
     """Return when `TimerFired` is next due, or None."""
-    due = [state.retry_at_ms, state.deadline_ms if isinstance(state, Preparing) else None]
-    return min((ms for ms in due if ms is not None), default=None)
+    return earliest(state.retry_at_ms, state.deadline_ms if isinstance(state, Preparing) else None)
 
 
 def freeze(state: State, now_ms: int) -> State:

@@ -4,6 +4,8 @@ and then a probe asks whether they are back.
 
 from __future__ import annotations
 
+from kvsp_core.machines.alarms import earliest
+
 __all__ = ["SilentPeers"]
 
 
@@ -44,7 +46,7 @@ class SilentPeers:
 
     def next_deadline_ms(self) -> int | None:
         """Return when `take_due` is next due, or None."""
-        return min((at_ms for at_ms in self._probe_at_ms.values() if at_ms is not None), default=None)
+        return earliest(*self._probe_at_ms.values())
 
     def freeze(self, now_ms: int) -> tuple[tuple[str, int | None], ...]:
         """Return all of it as a hashable value, times as what remains."""

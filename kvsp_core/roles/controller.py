@@ -29,7 +29,7 @@ from kvsp_core.ext_messages import (
 )
 from kvsp_core.machines import fleet as fleets
 from kvsp_core.machines import session as sessions
-from kvsp_core.machines.alarms import Alarms
+from kvsp_core.machines.alarms import Alarms, earliest
 from kvsp_core.machines.fleet import Fleet
 from kvsp_core.machines.placement import Candidate, Placement
 from kvsp_core.machines.session import Owner, SessionLedger
@@ -249,7 +249,7 @@ class Controller:
 
     def next_deadline_ms(self) -> int | None:
         """Return when the controller next wants `TimerFired`, or None. It may be early."""
-        deadlines = (
+        return earliest(
             self._fleet.next_deadline_ms(),
             self._sessions.next_deadline_ms(),
             self._maps.next_deadline_ms(),
@@ -257,7 +257,6 @@ class Controller:
             self._alarms.next_ms(),
             self._more_at_ms,
         )
-        return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def handle(self, item: Input, now_ms: int) -> tuple[Effect, ...]:
         """Take one input in; return what is to be done."""

@@ -12,6 +12,7 @@ from typing import Final, TypeAlias, assert_never
 
 from kvsp_core.container import replica_digest
 from kvsp_core.machines import lease as leases
+from kvsp_core.machines.alarms import earliest
 from kvsp_core.machines.lease import BlockKind, LeaseTable
 from kvsp_core.problems import NOT_FOUND, Problem
 from kvsp_core.records import ReplicaRecord, Residency
@@ -77,8 +78,7 @@ class HeldBlocks:
         """Return when to call `tick` next, or None."""
         if self._let_go:
             return 0
-        deadlines = (self.lease_table.next_deadline_ms(), self.publisher.next_deadline_ms())
-        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+        return earliest(self.lease_table.next_deadline_ms(), self.publisher.next_deadline_ms())
 
     def tick(self, now_ms: int) -> None:
         """Do what is due: refreshes, leases that end, withdrawals that took too long."""

@@ -17,6 +17,7 @@ from kvsp_core.identity import component_id
 from kvsp_core.limits import MAX_LOOKUP_TARGETS
 from kvsp_core.machines import fleet as fleets
 from kvsp_core.machines import replica_index as replicas
+from kvsp_core.machines.alarms import earliest
 from kvsp_core.machines.fleet import Fleet
 from kvsp_core.machines.placement import fetch_estimate, recompute_us
 from kvsp_core.machines.replica_index import ReplicaIndex
@@ -84,11 +85,8 @@ class Index:
 
     def next_deadline_ms(self) -> int | None:
         """Return when the index next wants `TimerFired`, or None."""
-        due_ms = self._replicas.next_deadline_ms()
-        if not self._owns_fleet:
-            return due_ms
-        other_ms = self._fleet.next_deadline_ms()
-        return other_ms if due_ms is None or (other_ms is not None and other_ms < due_ms) else due_ms
+        fleet_ms = self._fleet.next_deadline_ms() if self._owns_fleet else None
+        return earliest(self._replicas.next_deadline_ms(), fleet_ms)
 
     def handle(self, item: Input, now_ms: int) -> tuple[Effect, ...]:
         """Take one input in; return what is to be done."""

@@ -25,6 +25,7 @@ from kvsp_core.ext_messages import AttendRequest, OutputRequest
 from kvsp_core.identity import CompatibilityDescriptor, Scope, component_id
 from kvsp_core.limits import COPY_LEASE_MS, RESUME_LOAD_MS
 from kvsp_core.machines import lifecycle, prefetch
+from kvsp_core.machines.alarms import earliest
 from kvsp_core.machines.lifecycle import InstanceLifecycle
 from kvsp_core.machines.prefetch import PrefetchLimits, PrefetchTable
 from kvsp_core.messages import PrefetchDirective, ReshardMessage, ResumeRequest, StateChange, StatusAnswer
@@ -281,17 +282,15 @@ class Instance:
 
     def next_deadline_ms(self) -> int | None:
         """Return when the instance next wants `TimerFired`, or None."""
-        parts = (
-            self._lifecycle,
-            self._blocks,
-            self._prefetches.table,
-            self._loads.table,
-            self._sessions,
-            self._copies,
-            self._shards,
+        return earliest(
+            self._lifecycle.next_deadline_ms(),
+            self._blocks.next_deadline_ms(),
+            self._prefetches.table.next_deadline_ms(),
+            self._loads.table.next_deadline_ms(),
+            self._sessions.next_deadline_ms(),
+            self._copies.next_deadline_ms(),
+            self._shards.next_deadline_ms(),
         )
-        deadlines = (part.next_deadline_ms() for part in parts)
-        return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def handle(self, item: Input, now_ms: int) -> tuple[Effect, ...]:
         """Take one input in; return what is to be done."""

@@ -21,7 +21,7 @@ from kvsp_core.ext_messages import OutputEnd, OutputRequest
 from kvsp_core.identity import CompatibilityDescriptor, Scope
 from kvsp_core.limits import MAX_INSTANCE_SESSIONS
 from kvsp_core.machines import output, prefetch, resume
-from kvsp_core.machines.alarms import Alarms
+from kvsp_core.machines.alarms import Alarms, earliest
 from kvsp_core.messages import CheckpointRecorded, ResumeRequest
 from kvsp_core.problems import (
     BAD_REQUEST,
@@ -548,12 +548,12 @@ class Sessions:
 
     def _schedule(self, session: ServedSession) -> None:
         """Note when something happens to a session by itself."""
-        dues = [
+        due_ms = earliest(
             resume.next_deadline_ms(session.state),
             None if session.gate is None else session.gate.next_deadline_ms(),
             session.forget_at_ms,
-        ]
-        self._alarms.set(session.name, min((due for due in dues if due is not None), default=None))
+        )
+        self._alarms.set(session.name, due_ms)
 
     def next_deadline_ms(self) -> int | None:
         """Return when `time_passed` is next due, or None."""

@@ -22,7 +22,7 @@ from kvsp_core.identity import CompatibilityDescriptor
 from kvsp_core.limits import MAX_INSTANCE_SHARD_MAPS, MAX_REMEMBERED_SHARD_MAPS
 from kvsp_core.machines import prefetch
 from kvsp_core.machines import reshard_member as member
-from kvsp_core.machines.alarms import Alarms
+from kvsp_core.machines.alarms import Alarms, earliest
 from kvsp_core.machines.prefetch_directive import DirectiveState
 from kvsp_core.machines.reshard_plan import MemberPlan, Plan, Range, Transfer, joined
 from kvsp_core.messages import ReshardAbort, ReshardCommit, ReshardMessage, ReshardPlan
@@ -537,8 +537,7 @@ class Shards:
 
     def next_deadline_ms(self) -> int | None:
         """Return when `time_passed` is next due, or None."""
-        deadlines = (self._alarms.next_ms(), self._retries.next_ms())
-        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+        return earliest(self._alarms.next_ms(), self._retries.next_ms())
 
     def time_passed(self, now_ms: int) -> None:
         """Let deadlines that have come take effect."""

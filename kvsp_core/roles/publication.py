@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import attrs
 
-from kvsp_core.bodies import decode
+from kvsp_core.bodies import decoder
 from kvsp_core.errors import RemoteProtocolError
 from kvsp_core.heads import Response
 from kvsp_core.identity import CompatibilityDescriptor, component_id
@@ -34,6 +34,8 @@ from kvsp_core.resources import Operation, PublishReplica, PutDescriptor, Withdr
 from kvsp_core.roles.work import Work
 
 __all__ = ["DeleteRecord", "IndexCall", "Publisher", "PutRecord", "RecordOf", "TellDescriptor"]
+
+_read_answer: Final = decoder(PublishAnswer)
 
 RecordOf: TypeAlias = Callable[[str, int], ReplicaRecord | None]
 """Makes the record of a block with a TTL, or None where it is not held."""
@@ -266,7 +268,7 @@ class Publisher:
 
     def _published(self, block: str, entry: _Entry, body: bytes, now_ms: int) -> None:
         try:
-            ttl_ms = decode(PublishAnswer, body).ttl_ms
+            ttl_ms = _read_answer(body).ttl_ms
         except RemoteProtocolError:
             ttl_ms = self.ttl_ms
         refresh_ms = max(1, min(ttl_ms, self.ttl_ms) // 3)

@@ -326,6 +326,11 @@ def test_a_restarted_holder_evicts_nothing_restored_for_one_maximum_ttl() -> Non
     assert not leases.may_evict("older", 1002)
 
 
+def test_what_was_restored_becomes_free_in_the_order_in_which_it_came() -> None:
+    old = tuple(f"old {n}" for n in range(40))
+    assert table(restored=old).handle(m.TimerFired(), 1002) == (m.Unprotected(blocks=old),)
+
+
 @pytest.mark.requirement("LE-4")
 def test_a_fault_within_the_grace_withdraws_first() -> None:
     leases = table(restored=("old",))
