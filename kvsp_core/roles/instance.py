@@ -16,6 +16,7 @@ W14, W15, W18 to W22, W31, W32.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Final
 
 import attrs
 
@@ -23,14 +24,13 @@ from kvsp_core.answers import read_answer
 from kvsp_core.errors import RemoteProtocolError
 from kvsp_core.ext_messages import AttendRequest, OutputRequest
 from kvsp_core.identity import CompatibilityDescriptor, Scope, component_id
-from kvsp_core.limits import COPY_LEASE_MS, RESUME_LOAD_MS
 from kvsp_core.machines import lifecycle, prefetch
 from kvsp_core.machines.alarms import earliest
 from kvsp_core.machines.lifecycle import InstanceLifecycle
 from kvsp_core.machines.prefetch import PrefetchLimits, PrefetchTable
 from kvsp_core.messages import PrefetchDirective, ReshardMessage, ResumeRequest, StateChange, StatusAnswer
 from kvsp_core.problems import INCOMPATIBLE, NOT_FOUND, SCOPE_DENIED, STALE_EPOCH, Problem
-from kvsp_core.records import InstanceStatus, Link
+from kvsp_core.records import InstanceStatus
 from kvsp_core.resources import (
     Attend,
     ChangeState,
@@ -52,6 +52,7 @@ from kvsp_core.roles.instance_copies import Copies
 from kvsp_core.roles.instance_loads import Loads
 from kvsp_core.roles.instance_meter import Meter
 from kvsp_core.roles.instance_sessions import Sessions
+from kvsp_core.roles.instance_settings import InstanceSettings
 from kvsp_core.roles.instance_shards import Shards
 from kvsp_core.roles.local_blocks import LocalBlocks
 from kvsp_core.roles.role import (
@@ -76,36 +77,10 @@ from kvsp_core.roles.work import Numbers, Work
 
 __all__ = ["Instance", "InstanceSettings"]
 
-
-@attrs.frozen(kw_only=True)
-class InstanceSettings:
-    """What an instance is told of its surroundings and of itself. `epoch` increases with every start
-    (ST-3)."""
-
-    base_uri: str
-    controller_uri: str
-    index_uris: tuple[str, ...]
-    """The parts of the index (OP-3)."""
-    epoch: int
-    copy_holder: str | None = None
-    """Where blocks of sessions are copied to, so that they survive this instance."""
-    batch_size: int = 8
-    prefill_tokens_per_s: int = 0
-    """Where its rates and links start from; it measures them (0 is not known)."""
-    decode_tokens_per_s: int = 0
-    links: tuple[Link, ...] = ()
-    numerics: str | None = None
-    """What the engine says decides the last bits of its results (CP-6); None where it does not say."""
-    status_ttl_ms: int = 3_000
-    report_to_index: bool = False
-    sleep_after_ms: int | None = None
-    copy_lease_ms: int = COPY_LEASE_MS
-    resume_load_ms: int = RESUME_LOAD_MS
-    shard_load_ms: int = 30_000
-    call_timeout_ms: int = 5_000
-    fetch_timeout_ms: int = 30_000
-    session_kept_ms: int = 60_000
-    prefetch: PrefetchLimits = attrs.field(factory=PrefetchLimits)
+_OWN_LOADS: Final = PrefetchLimits(
+    pending_directives=1024, pending_blocks=1 << 22, directive_blocks=1 << 20, kept_ms=1
+)
+"""Of loads for sessions and shards, which are as large as those are, and which nobody asks about."""
 
 
 @attrs.frozen
@@ -122,8 +97,8 @@ class Instance:
     """An instance at one base URI, and the holder of its tiers beside it.
 
     `models` are the descriptors of what the engine computes, by Compatibility ID, `scopes` the scopes whose
-    key the instance holds, by Scope ID. `policy` says who may ask for
-    what, and whose blocks may be used (SE-1, SE-2). `numbers` are shared with the holder.
+    key the instance holds, by Scope ID. `policy` says who may ask for what, and whose blocks may be used
+    (SE-1, SE-2). `numbers` are shared with the holder.
     """
 
     def __init__(
@@ -162,18 +137,11 @@ class Instance:
             links=settings.links,
         )
         self._prefetches = self._loads_of("prefetch", settings.prefetch)
-        self._loads = self._loads_of(
-            "loads",
-            PrefetchLimits(
-                pending_directives=1024, pending_blocks=1 << 22, directive_blocks=1 << 20, kept_ms=1
-            ),
-        )
+        self._loads = self._loads_of("loads", _OWN_LOADS)
         self._copies = Copies(
             self._work,
             blocks,
-            holder=settings.copy_holder,
-            lease_ms=settings.copy_lease_ms,
-            call_timeout_ms=settings.fetch_timeout_ms,
+            settings,
             cause_of=self._cause_of,
         )
         self._sessions = Sessions(
@@ -183,29 +151,24 @@ class Instance:
             self._prefetches,
             self._copies,
             self._meter,
-            controller_uri=settings.controller_uri,
+            settings=settings,
             models=models,
             scopes=scopes,
             shared_scopes=self._shared_scopes,
             open_session=self._open_session,
             close_session=self._close_session,
             random_bytes=random_bytes,
-            batch_size=settings.batch_size,
-            call_timeout_ms=settings.call_timeout_ms,
-            resume_load_ms=settings.resume_load_ms,
-            kept_ms=settings.session_kept_ms,
         )
         self._shards = Shards(
             self._work,
             blocks,
             self._loads,
-            base_uri=settings.base_uri,
+            settings=settings,
             models=models,
             scopes=scopes,
             open_session=self._open_session,
             close_session=self._close_session,
             random_bytes=random_bytes,
-            load_ms=settings.shard_load_ms,
         )
 
     def _loads_of(self, name: str, bounds: PrefetchLimits) -> Loads:
@@ -213,11 +176,9 @@ class Instance:
             name,
             self._work,
             self._blocks,
-            meter=self._meter,
-            index_uris=self.settings.index_uris,
+            self._meter,
+            settings=self.settings,
             table=PrefetchTable(bounds),
-            call_timeout_ms=self.settings.call_timeout_ms,
-            fetch_timeout_ms=self.settings.fetch_timeout_ms,
             policy=lambda: self._policy,
         )
 
@@ -304,18 +265,18 @@ class Instance:
                     self._work.emit(*self._blocks.handle(item, now_ms))
                 else:
                     self._sessions.output_ready(request_id, now_ms)
-            case RequestEnded(request_id):
-                self._request_ended(item, request_id, now_ms)
+            case RequestEnded():
+                self._request_ended(item, now_ms)
             case AnswerReceived() | BlockReceived() | CallFailed():
-                self._call_ended(item, item.call_id, now_ms)
+                self._call_ended(item, now_ms)
             case JobDone() | JobFailed():
-                self._job_ended(item, item.job_id, now_ms)
+                self._job_ended(item, now_ms)
             case LayerArrived():
                 if not any(each.layer_arrived(item, now_ms) for each in (self._prefetches, self._loads)):
                     self._work.emit(*self._blocks.handle(item, now_ms))
-            case engine.Prefilled() | engine.TokensDecoded():
-                self._sessions.engine_event(item, now_ms)
-            case engine.BlockComputed() | engine.SequenceEnded():
+            case (
+                engine.Prefilled() | engine.TokensDecoded() | engine.BlockComputed() | engine.SequenceEnded()
+            ):
                 self._sessions.engine_event(item, now_ms)
             case TimerFired():
                 self._tick(now_ms)
@@ -372,14 +333,14 @@ class Instance:
         if asked is not None:
             self._serve(asked, now_ms)
 
-    def _request_ended(self, item: RequestEnded, request_id: int, now_ms: int) -> None:
-        if request_id in self._beside:
-            self._beside.remove(request_id)
+    def _request_ended(self, item: RequestEnded, now_ms: int) -> None:
+        if item.request_id in self._beside:
+            self._beside.remove(item.request_id)
             self._work.emit(*self._blocks.handle(item, now_ms))
             return
         self._work.emit(*self._desk.take(item)[1])
-        self._sessions.request_ended(request_id, now_ms)
-        self._shards.request_ended(request_id)
+        self._sessions.request_ended(item.request_id, now_ms)
+        self._shards.request_ended(item.request_id)
 
     def _serve(self, asked: Asked, now_ms: int) -> None:
         request_id, body = asked.request_id, asked.body
@@ -404,7 +365,8 @@ class Instance:
                 cause = asked.traceparent
                 self._sessions.stream_output(request_id, asked.client, session, body, now_ms, cause)
             case ReshardGroup():
-                self._shards.reshard(request_id, _reshard_message(body), now_ms, asked.traceparent)
+                assert isinstance(body, ReshardMessage)
+                self._shards.reshard(request_id, body, now_ms, asked.traceparent)
             case Attend(map_id):
                 assert isinstance(body, AttendRequest)
                 self._shards.attend(request_id, map_id, body)
@@ -447,13 +409,11 @@ class Instance:
 
     # Calls and jobs
 
-    def _call_ended(
-        self, item: AnswerReceived | BlockReceived | CallFailed, call_id: int, now_ms: int
-    ) -> None:
-        if call_id not in self._work.calls:
+    def _call_ended(self, item: AnswerReceived | BlockReceived | CallFailed, now_ms: int) -> None:
+        if item.call_id not in self._work.calls:
             self._work.emit(*self._blocks.handle(item, now_ms))
             return
-        purpose = self._work.calls.pop(call_id)
+        purpose = self._work.calls.pop(item.call_id)
         if isinstance(purpose, instance_loads.Purpose):
             loads = self._prefetches if purpose.table == self._prefetches.name else self._loads
             loads.completed(purpose, item, now_ms)
@@ -466,11 +426,11 @@ class Instance:
         elif isinstance(purpose, _StatusFor):
             self._live(_status_outcome(purpose.seq, item), now_ms)
 
-    def _job_ended(self, item: JobDone | JobFailed, job_id: int, now_ms: int) -> None:
-        if job_id not in self._work.jobs:
+    def _job_ended(self, item: JobDone | JobFailed, now_ms: int) -> None:
+        if item.job_id not in self._work.jobs:
             self._work.emit(*self._blocks.handle(item, now_ms))
             return
-        purpose = self._work.jobs.pop(job_id)
+        purpose = self._work.jobs.pop(item.job_id)
         if isinstance(purpose, instance_copies.ExportFor):
             self._sessions.exported(self._copies.job_ended(purpose, item, now_ms), now_ms)
         elif isinstance(purpose, instance_shards.Purpose):
@@ -541,11 +501,6 @@ class Instance:
         if settings.report_to_index:
             for part in settings.index_uris:
                 self._work.call(part, operation, status, purpose=_Notice(), timeout_ms=effect.timeout_ms)
-
-
-def _reshard_message(body: object) -> ReshardMessage:
-    assert isinstance(body, ReshardMessage)
-    return body
 
 
 def _status_outcome(

@@ -22,6 +22,7 @@ from kvsp_core.machines.alarms import Alarms
 from kvsp_core.messages import LeaseGranted, LeaseRenewal, LeaseRequest
 from kvsp_core.resources import CreateLease, ReleaseLease, RenewLease, StoreBlock
 from kvsp_core.roles import engine
+from kvsp_core.roles.instance_settings import InstanceSettings
 from kvsp_core.roles.local_blocks import BlockAdded, BlockGone, LocalBlocks, News
 from kvsp_core.roles.role import (
     AnswerReceived,
@@ -103,24 +104,22 @@ class _Kept:
 
 
 class Copies:
-    """The copies of all sessions of an instance. Without a `holder` blocks are kept here only. `cause_of`
-    returns the request that a session is for."""
+    """The copies of all sessions of an instance. Without a `copy_holder` in the settings blocks are kept here
+    only. `cause_of` returns the request that a session is for."""
 
     def __init__(
         self,
         work: Work,
         blocks: LocalBlocks,
+        settings: InstanceSettings,
         *,
-        holder: str | None,
-        lease_ms: int,
-        call_timeout_ms: int,
-        cause_of: Callable[[str], str | None] = lambda session: None,
+        cause_of: Callable[[str], str | None],
     ) -> None:
         self._work = work
         self._blocks = blocks
-        self._holder = holder
-        self._lease_ms = lease_ms
-        self._call_timeout_ms = call_timeout_ms
+        self._holder = settings.copy_holder
+        self._lease_ms = settings.copy_lease_ms
+        self._call_timeout_ms = settings.fetch_timeout_ms  # most calls carry a block
         self._cause_of = cause_of
         self._kept: dict[_Run, _Kept] = {}
         self._queue: deque[tuple[_Run, BlockName, int, int]] = deque()

@@ -36,6 +36,7 @@ from kvsp_core.records import ReplicaRecord
 from kvsp_core.resources import CreateLease, GetBlock, Lookup, ReleaseLease, WithdrawReplica
 from kvsp_core.roles.authorization import Policy
 from kvsp_core.roles.instance_meter import Meter
+from kvsp_core.roles.instance_settings import InstanceSettings
 from kvsp_core.roles.local_blocks import BlockAdded, BlockGone, BlockNotAdded, LocalBlocks, News
 from kvsp_core.roles.role import (
     AnswerForm,
@@ -117,12 +118,10 @@ class Loads:
         name: str,
         work: Work,
         blocks: LocalBlocks,
-        *,
         meter: Meter,
-        index_uris: tuple[str, ...],
+        *,
+        settings: InstanceSettings,
         table: PrefetchTable,
-        call_timeout_ms: int,
-        fetch_timeout_ms: int,
         policy: Callable[[], Policy],
     ) -> None:
         self.name = name
@@ -130,9 +129,8 @@ class Loads:
         self._work = work
         self._blocks = blocks
         self._meter = meter
-        self._index = IndexParts(index_uris)
-        self._call_timeout_ms = call_timeout_ms
-        self._fetch_timeout_ms = fetch_timeout_ms
+        self._index = IndexParts(settings.index_uris)
+        self._settings = settings
         self._policy = policy
         self._lookups: dict[str, _Lookup] = {}
         self._fetches: dict[tuple[int, int], int] = {}  # (job, fetch) -> call
@@ -286,7 +284,7 @@ class Loads:
                 Lookup(),
                 share,
                 purpose=_LookupFor(self.name, directive, part, now_ms),
-                timeout_ms=self._call_timeout_ms,
+                timeout_ms=self._settings.call_timeout_ms,
                 cause=self._causes.get(directive),
             )
 
@@ -336,7 +334,7 @@ class Loads:
                         CreateLease(),
                         LeaseRequest(block_keys=block_keys, ttl_ms=ttl_ms),
                         purpose=_LeaseFor(self.name, request, holder, now_ms),
-                        timeout_ms=self._call_timeout_ms,
+                        timeout_ms=self._settings.call_timeout_ms,
                         cause=self._cause_of(block_keys[0]),
                     )
                 case shared_leases.GiveBack(holder, lease):
@@ -353,7 +351,7 @@ class Loads:
     def _notify(
         self, base_uri: str, operation: ReleaseLease | WithdrawReplica, body: Withdrawal | None = None
     ) -> None:
-        timeout_ms = self._call_timeout_ms
+        timeout_ms = self._settings.call_timeout_ms
         self._work.call(base_uri, operation, body, purpose=_Notice(self.name), timeout_ms=timeout_ms)
 
     def _fetch(self, job: int, key: str, fetch: prefetch_load.Fetch, now_ms: int) -> None:
@@ -366,7 +364,7 @@ class Loads:
             fetch.holder,
             GetBlock(name.compat_id, name.scope_id, key, layers=fetch.layers, codec=fetch.codec),
             purpose=purpose,
-            timeout_ms=self._fetch_timeout_ms,
+            timeout_ms=self._settings.fetch_timeout_ms,
             form=AnswerForm.BLOCK,
             buffer=buffer,
             cause=self._cause_of(key),
@@ -402,7 +400,8 @@ class Loads:
         """Take in how a call of this table has ended."""
         match purpose:
             case _LookupFor():
-                if now_ms - purpose.asked_ms >= self._call_timeout_ms:  # what fails sooner can be tried again
+                # What fails sooner can be tried again.
+                if now_ms - purpose.asked_ms >= self._settings.call_timeout_ms:
                     self._note_reachable(purpose.part, item, now_ms)
                 if (event := self._looked_up(purpose, item)) is not None:
                     self._stop_looking_up(purpose.directive)

@@ -40,6 +40,7 @@ from kvsp_core.roles.instance_copies import Copies
 from kvsp_core.roles.instance_loads import Loads
 from kvsp_core.roles.instance_meter import Meter
 from kvsp_core.roles.instance_places import Places
+from kvsp_core.roles.instance_settings import InstanceSettings
 from kvsp_core.roles.instance_streams import Streams
 from kvsp_core.roles.local_blocks import LocalBlocks
 from kvsp_core.roles.role import AnswerReceived, CallFailed, JobDone, JobFailed
@@ -79,35 +80,26 @@ class Sessions:
         copies: Copies,
         meter: Meter,
         *,
-        controller_uri: str,
+        settings: InstanceSettings,
         models: Mapping[str, CompatibilityDescriptor],
         scopes: Mapping[str, Scope],
         shared_scopes: Callable[[str], Iterable[str]],
         open_session: Callable[[int], Problem | None],
         close_session: Callable[[int], None],
         random_bytes: Callable[[int], bytes],
-        batch_size: int,
-        call_timeout_ms: int,
-        resume_load_ms: int,
-        kept_ms: int,
-        max_sessions: int = MAX_INSTANCE_SESSIONS,
     ) -> None:
         self._work = work
         self._loads = loads
         self._prefetches = prefetches
         self._copies = copies
         self._meter = meter
-        self._controller_uri = controller_uri
+        self._settings = settings
         self._models = models
         self._scopes = scopes
         self._shared = shared_scopes
         self._open_session = open_session
         self._close_session = close_session
         self._random_bytes = random_bytes
-        self._call_timeout_ms = call_timeout_ms
-        self._resume_load_ms = resume_load_ms
-        self._kept_ms = kept_ms
-        self._max_sessions = max_sessions
         self._sessions: dict[str, ServedSession] = {}
         self._streams = Streams(work)
         self._places = Places(
@@ -118,7 +110,7 @@ class Sessions:
             meter,
             sessions=self._sessions,
             models=models,
-            batch_size=batch_size,
+            batch_size=settings.batch_size,
             prefix_lost=self._prefix_lost,
         )
         self._loading: dict[str, tuple[str, int]] = {}  # directive -> session, epoch
@@ -192,7 +184,7 @@ class Sessions:
             return Problem(SCOPE_DENIED, "scope_id: this instance does not hold the key of the scope")
         if session.counted:
             return None
-        if len(self._sessions) >= self._max_sessions:
+        if len(self._sessions) >= MAX_INSTANCE_SESSIONS:
             return Problem(UNAVAILABLE, "the instance has as many sessions as it takes; try another")
         problem = self._open_session(now_ms)
         session.counted = problem is None
@@ -308,7 +300,7 @@ class Sessions:
             dict.fromkeys(session.keys, ()),
             model=self._models[checkpoint.compat_id],
             scope_id=checkpoint.scope_id,
-            duration_ms=self._resume_load_ms,
+            duration_ms=self._settings.resume_load_ms,
             now_ms=now_ms,
             cause=session.cause,
         )
@@ -462,11 +454,11 @@ class Sessions:
 
     def _send_checkpoint(self, session: ServedSession, offset: int) -> None:
         self._work.call(
-            self._controller_uri,
+            self._settings.controller_uri,
             RecordCheckpoint(session.name),
             session.checkpoint(offset),
             purpose=CheckpointFor(session.name, session.run),
-            timeout_ms=self._call_timeout_ms,
+            timeout_ms=self._settings.call_timeout_ms,
             cause=session.cause,
         )
 
@@ -481,7 +473,7 @@ class Sessions:
             session.leaving = True  # Its last blocks have yet to come out of the engine.
         else:
             self._places.leave(session, now_ms)
-        session.forget_at_ms = now_ms + self._kept_ms
+        session.forget_at_ms = now_ms + self._settings.session_kept_ms
         self._advance(session, resume.SessionEnded(state.epoch), now_ms)
 
     def _give_up(self, session: ServedSession, now_ms: int) -> None:
@@ -521,7 +513,7 @@ class Sessions:
             session.counted = False
             self._close_session(now_ms)
         if session.forget_at_ms is None:
-            session.forget_at_ms = now_ms + self._kept_ms
+            session.forget_at_ms = now_ms + self._settings.session_kept_ms
 
     def abort_all(self, now_ms: int) -> None:
         """Stop every session without a word: a later incarnation of the instance exists (ST-4)."""

@@ -37,6 +37,7 @@ from kvsp_core.problems import (
 )
 from kvsp_core.roles import engine
 from kvsp_core.roles.instance_loads import Loads
+from kvsp_core.roles.instance_settings import InstanceSettings
 from kvsp_core.roles.local_blocks import LocalBlocks
 from kvsp_core.roles.role import BlockName, JobDone, JobFailed, ReadBlock, Respond
 from kvsp_core.roles.serving import done, refuse
@@ -133,24 +134,22 @@ class Shards:
         blocks: LocalBlocks,
         loads: Loads,
         *,
-        base_uri: str,
+        settings: InstanceSettings,
         models: Mapping[str, CompatibilityDescriptor],
         scopes: Collection[str],
         open_session: Callable[[int], Problem | None],
         close_session: Callable[[int], None],
         random_bytes: Callable[[int], bytes],
-        load_ms: int,
     ) -> None:
         self._work = work
         self._blocks = blocks
         self._loads = loads
-        self._base_uri = base_uri
+        self._settings = settings
         self._models = models
         self._scopes = scopes
         self._open_session = open_session
         self._close_session = close_session
         self._random_bytes = random_bytes
-        self._load_ms = load_ms
         self._shards: dict[str, _Shard] = {}
         # Of them those that nothing is held of, the one heard of longest ago first: only the highest version
         # that was seen is remembered, so that a plan that comes late is refused.
@@ -219,7 +218,7 @@ class Shards:
             to=message.to,
             deadline_ms=message.deadline_ms,
             member=MemberPlan(
-                instance=self._base_uri,
+                instance=self._settings.base_uri,
                 retain=message.retain,
                 fetch=tuple(Transfer(entry.tokens, entry.from_) for entry in message.fetch),
                 assign=message.assign,
@@ -437,7 +436,9 @@ class Shards:
         """Load what is owned and not here, from whoever has it."""
         missing = self._missing(shard)
         if missing and shard.seeking is None:
-            shard.seeking = self._submit(shard, dict.fromkeys(missing, ()), self._load_ms, now_ms, None)
+            shard.seeking = self._submit(
+                shard, dict.fromkeys(missing, ()), self._settings.shard_load_ms, now_ms, None
+            )
 
     # Into the engine
 

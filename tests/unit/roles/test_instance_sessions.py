@@ -100,6 +100,17 @@ def test_a_session_is_forgotten_with_its_place_in_the_engine() -> None:
     assert world.role._sessions.running == 0
 
 
+def test_an_instance_takes_so_many_sessions_and_goes_on_with_those_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvsp_core.roles.instance_sessions.MAX_INSTANCE_SESSIONS", 1)
+    world = World()
+    world.begin(PROMPT)
+    assert world.status_of(world.begin(PROMPT, session=OTHERS[0])) == 503
+    assert world.role._sessions.get(OTHERS[0]) is None
+    assert resume(world, 2) == 202
+
+
 @pytest.mark.requirement("ST-1")
 def test_a_session_that_is_given_up_does_not_count_as_queued() -> None:
     world = World(batch_size=1)
