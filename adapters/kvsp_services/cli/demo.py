@@ -108,11 +108,14 @@ def _run(directory: Path, model_dir: Path, fast: bool, loop: str, report_file: P
         watcher = Watcher(cluster)
         watcher.start()
 
-        def said(step: Step) -> None:
+        def begins(step: Step) -> None:
+            click.echo(f"\n{step.number}. {step.title}", nl=False)
+
+        def ended(step: Step) -> None:
             click.echo("\n".join(_lines(step)))
 
         try:
-            steps = Story(cluster, watcher, FAST if fast else REAL, document()).tell(said)
+            steps = Story(cluster, watcher, FAST if fast else REAL, document()).tell(begins, ended)
         finally:
             watcher.stop()
     title = f"KVSP on {model_dir.name}"
@@ -126,7 +129,7 @@ def _run(directory: Path, model_dir: Path, fast: bool, loop: str, report_file: P
 
 
 def _lines(step: Step) -> list[str]:
-    lines = [f"\n{step.number}. {step.title}  ({step.took_s:.1f} s)"]
+    lines = [f"  ({step.took_s:.1f} s)"]
     if step.figures:
         width = max(len(row[0]) for row in step.figures)
         lines.append(f"   {'':<{width}}  {'first':>9}  {'second':>9}")

@@ -69,11 +69,13 @@ class Story:
             ("An instance drained, asleep and woken", self._sleep_and_wake),
         )
 
-    def tell(self, said: Callable[[Step], None]) -> list[Step]:
-        """Do all steps; `said` hears of each when it is over. A step that breaks is one that did not hold."""
+    def tell(self, begins: Callable[[Step], None], ended: Callable[[Step], None]) -> list[Step]:
+        """Do all steps; each is told of when it begins and when it is over. A step that breaks is one
+        that did not hold."""
         steps = []
         for number, (title, act) in enumerate(self._steps, 1):
             step = Step(number, title)
+            begins(step)
             began = time.monotonic()
             self._watcher.mark("", str(number))
             try:
@@ -83,7 +85,7 @@ class Story:
                 step.check("the step came to its end", False, f"{type(error).__name__}: {error}")
             step.took_s = time.monotonic() - began
             steps.append(step)
-            said(step)
+            ended(step)
         return steps
 
     # What the steps have in common
