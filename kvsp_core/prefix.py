@@ -61,8 +61,8 @@ class PrefixKeys:
         """Return the names of the blocks from `start` up to but not including `stop`."""
         return attrs.evolve(self, keys=self.keys[start:stop])
 
-    def lookups(self) -> tuple[LookupRequest, ...]:
-        """Return the consecutive lookups that find replicas of these blocks, none too long (LK-4).
+    def lookups(self, most: int = MAX_LOOKUP_KEYS) -> tuple[LookupRequest, ...]:
+        """Return the consecutive lookups that find replicas of these blocks, none of more than `most` (LK-4).
 
         A lookup is of use only where all blocks of those before it were found.
         """
@@ -70,9 +70,9 @@ class PrefixKeys:
             LookupRequest(
                 scope_id=self.scope_id,
                 compat_id=self.descriptor.compat_id,
-                block_keys=self.keys[start : start + MAX_LOOKUP_KEYS],
+                block_keys=self.keys[start : start + most],
             )
-            for start in range(0, len(self.keys), MAX_LOOKUP_KEYS)
+            for start in range(0, len(self.keys), most)
         )
 
 

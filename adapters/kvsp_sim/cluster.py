@@ -43,6 +43,7 @@ from kvsp_sim.operators import Operator, Resharding
 from kvsp_sim.overheard import Places
 from kvsp_sim.properties import Properties
 from kvsp_sim.randomness import Randomness
+from kvsp_sim.rest import Rest
 from kvsp_sim.scarcity import Scarcity
 from kvsp_sim.strangers import Stranger
 from kvsp_sim.trace import Trace
@@ -140,7 +141,7 @@ class SimulatedCluster:
         self._times = _Times(
             status_ttl_ms=random.pick((150, 300, 900)),
             replica_ttl_ms=random.pick((1_000, 2_000, 5_000)),
-            lease_ms=random.pick((100, 500, 3_000)),
+            lease_ms=random.pick((1_000, 2_000, 3_000)),
             call_ms=random.pick((50, 150, 500)),
         )
         random = self._random.split("pace")
@@ -196,6 +197,14 @@ class SimulatedCluster:
             who.split("reshards"),
             mean_us=3_000 * mean_ms if reshards else 10**12,
         )
+        ample = Scarcity()
+        self._rest = Rest(
+            self.cluster,
+            self._places,
+            self.properties,
+            room=2 * (self._own_bytes // block.size_bytes),
+            lists_all=self._scarcity.index_client_bytes == ample.index_client_bytes,
+        )
         for process in self.cluster.processes.values():
             process.set_clock(draw_clock(process.randomness))
             process.start()
@@ -248,13 +257,14 @@ class SimulatedCluster:
         if self._stranger is not None:
             self._stranger.leave()
         self.cluster.hosts[OPERATOR].deliver(Instruction("settle", Operator.settle))
-        self._resharding.end()
+        self._resharding.rest()
 
     def unended(self) -> str:
         """Return what was begun and has not ended, or an empty string.
 
-        First all requests, prefetches, reshards and leases have to end. Then those who hold blocks leave,
-        some in good order and some at once, and every record has to leave the index, withdrawn or expired.
+        First all requests, prefetches, reshards and leases have to end, and what is then true of a deployment
+        (`kvsp_sim.rest`) has to come true. Then all shard maps end. Then those who hold blocks leave, some in
+        good order and some at once, and every record has to leave the index, withdrawn or expired.
         """
         for host in self.cluster.hosts.values():
             if host.requests:
@@ -263,7 +273,8 @@ class SimulatedCluster:
         if waiting:
             return f"{waiting} users still wait for output"
         if not self._leaving:
-            left = self._resharding.unended() or self._operator.unended()
+            left = self._operator.unended() or self._end_maps() or self._resharding.unended()
+            left = left or self._rest.missing(with_maps=False)
             if left:
                 return left
             self._leave()
@@ -279,6 +290,13 @@ class SimulatedCluster:
         if self._operator.records is None:
             return "the index was not asked yet"
         return f"the index holds {self._operator.records} records" if self._operator.records else ""
+
+    def _end_maps(self) -> str:
+        """Have all shard maps end, once all is at rest; return what is missing of that."""
+        if not self._resharding.ending and not (left := self._rest.missing(with_maps=True)):
+            self._resharding.end()
+            return ""
+        return "" if self._resharding.ending else left
 
     def _leave(self) -> None:
         """Have all who hold blocks leave: some are told to stop, the others crash for good."""
@@ -416,7 +434,6 @@ class SimulatedCluster:
             descriptors={self._descriptor.compat_id: self._descriptor},
             default_service_us=100_000,
             call_timeout_ms=times.call_ms,
-            max_lookup_keys=self._scarcity.lookup_keys,
             policy=_Spread(start.random_bytes) if self._spreads else LowestCost(),
         )
         settings = ControllerSettings(

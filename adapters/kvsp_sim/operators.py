@@ -311,22 +311,31 @@ class Resharding:
         self._over: dict[str, _Map] = {}
         """Those that were seen to end; where that was not durable, the controller has them again."""
         self._count = 0
-        self._ending = False
+        self._rests = False
+        self.ending = False
+        """Whether all maps are to end."""
         self._later()
 
     def _later(self) -> None:
-        delay_us = 500_000 if self._ending else self._random.between(1, 2 * self._mean_us)
+        delay_us = 500_000 if self.ending else self._random.between(1, 2 * self._mean_us)
         self._host.world.after(delay_us, self._act)
 
     def _act(self) -> None:
-        if self._ending and not self._maps:
+        if self.ending and not self._maps:
             return
-        self._host.deliver(Instruction("reshard", self._end_all if self._ending else self._change))
+        if self._rests and not self.ending:
+            self._later()
+            return
+        self._host.deliver(Instruction("reshard", self._end_all if self.ending else self._change))
         self._later()
+
+    def rest(self) -> None:
+        """Leave all maps as they are."""
+        self._rests = True
 
     def end(self) -> None:
         """End all maps, as soon as each can be."""
-        self._ending = True
+        self.ending = True
         self._maps = {**self._over, **self._maps}
 
     def unended(self) -> str:

@@ -16,7 +16,7 @@ hashable value, times as what remains of them. Names, blocks and histories are o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 
 import attrs
 
@@ -205,6 +205,10 @@ class IndexIsCurrent(Property):
         """Return the records that may be given out."""
         return frozenset((key, until - now_ms) for key, until in self._until_ms.items() if until >= now_ms)
 
+    def listed(self, now_ms: int) -> set[tuple[str, Hashable]]:
+        """Return the holder and the block of each record that may be given out."""
+        return {record for record, until in self._until_ms.items() if until >= now_ms}
+
     def _taken(self, fact: RecordTaken) -> None:
         self._until_ms[fact.holder, fact.block] = fact.until_ms
 
@@ -289,6 +293,23 @@ class OneOwner(Property):
     def authoritative(self, map_id: str) -> int | None:
         """Return the version of a map that was committed last, or None."""
         return self._version.get(map_id)
+
+    def owned(self) -> Iterator[tuple[str, int, str, Ranges]]:
+        """Go through the maps in their authoritative version: map, version, member, and what it owns."""
+        for map_id, version in self._version.items():
+            move = self._move(map_id, version)
+            for member in move.plans:
+                if owned := move.owned(member):
+                    yield map_id, version, member, owned
+
+    def without_owner(self) -> Iterator[str]:
+        """Go through the ranges whose owner has not taken them over, or has lost them in a restart."""
+        for map_id, version, member, ranges in self.owned():
+            if self._committed.get((map_id, member)) != version:
+                yield (
+                    f"{member} owns positions {ranges[0][0]} to {ranges[0][1]} in version {version} of a map, "
+                    "and does not hold that version"
+                )
 
     def left_behind(self, member: str) -> bool:
         """Return whether a member waits for a decision, or holds ranges of a version that is over.
@@ -472,8 +493,9 @@ class Properties:
     ) -> None:
         self.scopes = ScopesHold(allowed, scope_keys)
         self.one_owner = OneOwner()
+        self.index_is_current = IndexIsCurrent()
         self.all: tuple[Property, ...] = (
-            *((LeasesHold(quota_bytes), IndexIsCurrent()) if timed else ()),
+            *((LeasesHold(quota_bytes), self.index_is_current) if timed else ()),
             OneSample(),
             SessionsAreFenced(),
             AcknowledgedIsKept(),

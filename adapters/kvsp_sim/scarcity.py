@@ -57,5 +57,4 @@ class Scarcity:
             concurrent_loads=self.loads,
             pending_directives=self.pending_directives,
             pending_blocks=self.pending_blocks,
-            lookup_keys=self.lookup_keys,
         )

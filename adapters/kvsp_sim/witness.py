@@ -101,8 +101,10 @@ class _LookupAnswer(msgspec.Struct):
     blocks: list[_Block]
 
 
-class _Epoch(msgspec.Struct):
+class _Status(msgspec.Struct):
     epoch: int
+    running: int = 0
+    queued: int = 0
 
 
 class _Checkpoint(msgspec.Struct):
@@ -136,6 +138,7 @@ class _Reshard(msgspec.Struct):
     release: list[Range] = []
     assign: list[Range] = []
     scope_id: str | None = None
+    block_keys: tuple[str, ...] = ()
 
     def decision(self) -> tuple[int, bool]:
         """Return which version is decided, and whether it is a commit."""
@@ -178,7 +181,7 @@ _read_record = msgspec.json.Decoder(_Record).decode
 _read_granted = msgspec.json.Decoder(_Granted).decode
 _read_lease = msgspec.json.Decoder(_LeaseRequest).decode
 _read_lookup = msgspec.json.Decoder(_LookupAnswer).decode
-_read_epoch = msgspec.json.Decoder(_Epoch).decode
+_read_status = msgspec.json.Decoder(_Status).decode
 _read_checkpoint = msgspec.json.Decoder(_Checkpoint).decode
 _read_resume = msgspec.json.Decoder(_Resume).decode
 _read_placed = msgspec.json.Decoder(_Placed).decode
@@ -206,6 +209,10 @@ class Witness:
         self.strangers: frozenset[str] = frozenset()
         """Who has no part in any scope."""
         self.overheard = Overheard()
+        self.statuses: dict[tuple[str, str], _Status] = {}
+        """What each instance has said of itself last, by whom it told and who it is."""
+        self.contexts: dict[tuple[str, int], tuple[str, ...]] = {}
+        """The keys of the blocks that a version of a shard map splits."""
         self.observe: Callable[[Fact], None] = properties.observe
         self._holders: dict[str, str] = {}
         self._streams_by_prompt: dict[tuple[int, ...], Hashable] = {}
@@ -435,8 +442,9 @@ class Witness:
 
     def _status(self, leg: CarriedRequest, effect: Respond, _: bytes) -> None:
         if effect.response.status == 200 and leg.request.path.startswith("instances/"):
-            epoch = _read_epoch(leg.body).epoch
-            self.observe(StatusAcknowledged(instance=leg.client, epoch=epoch))
+            status = _read_status(leg.body)
+            self.statuses[leg.server.base_uri, leg.client] = status
+            self.observe(StatusAcknowledged(instance=leg.client, epoch=status.epoch))
 
     def _checkpoint(self, leg: CarriedRequest, effect: Respond, body: bytes) -> None:
         session = leg.request.path.split("/")[1]
@@ -504,6 +512,7 @@ class Witness:
             return
         if plan.scope_id is not None:
             self._scopes[plan.map] = plan.scope_id
+        self.contexts[plan.map, plan.to] = plan.block_keys
         self.observe(
             PlanSent(
                 map_id=plan.map,

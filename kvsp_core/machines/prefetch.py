@@ -92,9 +92,10 @@ class LookupAnswered:
 
 @attrs.frozen
 class LookupFailed:
-    """The index did not answer a `Lookup`."""
+    """The index did not answer a `Lookup`, or takes only so many keys (`most`) at a time (LK-4)."""
 
     directive: str
+    most: int | None = None
 
 
 @attrs.frozen
@@ -379,8 +380,8 @@ class PrefetchTable:
                 self._submit(event, emit)
             case LookupAnswered(name, records):
                 self._looked_up(name, records, emit)
-            case LookupFailed(name):
-                self._lookup_failed(name, emit)
+            case LookupFailed(name, most):
+                self._lookup_failed(name, most, emit)
             case LoadReport(number, of_load):
                 if self._queue.has_job(number):
                     self._advance(number, of_load, emit)
@@ -565,9 +566,12 @@ class PrefetchTable:
         self._look_up(directive, emit)
         self._settle(directive, emit)
 
-    def _lookup_failed(self, name: str, emit: _Emit) -> None:
+    def _lookup_failed(self, name: str, most: int | None, emit: _Emit) -> None:
         directive = self._directives.get(name)
-        if directive is not None and directive.stop_looking():
+        if most is not None and directive is not None and directive.asked > most:
+            self.limits = attrs.evolve(self.limits, lookup_keys=most)
+            self._look_up(directive, emit)
+        elif directive is not None and directive.stop_looking():
             self._settle(directive, emit)
 
     # A block is loaded

@@ -159,6 +159,8 @@ class _Lookup:
     request: LookupRequest
     parts: int
     answers: dict[str, LookupAnswer] = attrs.Factory(dict)
+    too_long: bool = False
+    """Whether a part takes fewer keys at a time."""
 
 
 class Placements:
@@ -184,6 +186,7 @@ class Placements:
         self._index = IndexParts(settings.index_uris)
         self._may_serve = may_serve
         self._descriptors = dict(settings.descriptors)
+        self._lookup_keys = settings.max_lookup_keys  # fewer once the index has refused as many (LK-4)
         self._service_us: dict[str, int] = {}
         self._gathers: dict[int, _Gather] = {}
         self._number_of: dict[Any, int] = {}  # what a placement is for -> its gather
@@ -228,7 +231,7 @@ class Placements:
         gather = self._gathers[number]
         keys, scope_id = gather.subject.prefixes[prefix].block_keys, gather.subject.prefixes[prefix].scope_id
         known = len(gather.replicas[prefix])
-        keys = keys[known : known + self._settings.max_lookup_keys]
+        keys = keys[known : known + self._lookup_keys]
         keys = tuple(itertools.takewhile(lambda key: self._index.of(key) not in self._silent, keys))
         if not keys:
             return
@@ -303,10 +306,17 @@ class Placements:
         if isinstance(item, CallFailed):
             share = self._index.shares(lookup.request)[call.part]
             self._note_silence(call.part, attrs.evolve(share, block_keys=share.block_keys[:1]), now_ms)
+        elif item.response.status == 413:
+            lookup.too_long = True
         lookup.answers[call.part] = _read(item)
         if len(lookup.answers) < lookup.parts:
             return
         del gather.lookups[call.prefix]
+        asked = len(lookup.request.block_keys)
+        if lookup.too_long and asked > 1:
+            self._lookup_keys = min(self._lookup_keys, asked // 2)
+            self._look_up(call.gather, call.prefix)
+            return
         try:
             blocks = self._index.joined(lookup.request, lookup.answers)
         except RemoteProtocolError:

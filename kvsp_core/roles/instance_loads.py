@@ -446,7 +446,8 @@ class Loads:
         try:
             answer = read_answer(LookupAnswer, item.response, item.body)
             if isinstance(answer, Problem):
-                return prefetch.LookupFailed(directive)
+                most = max(1, len(lookup.request.block_keys) // 2)
+                return prefetch.LookupFailed(directive, most if item.response.status == 413 else None)
             lookup.answers[purpose.part] = answer
             if lookup.calls:
                 return None

@@ -73,6 +73,7 @@ def test_a_long_prefix_takes_consecutive_lookups() -> None:
     assert [len(lookup.block_keys) for lookup in lookups] == [MAX_LOOKUP_KEYS, MAX_LOOKUP_KEYS, 1]
     assert sum((lookup.block_keys for lookup in lookups), ()) == keys.keys
     assert keys.part(0, 0).lookups() == ()
+    assert [len(lookup.block_keys) for lookup in keys.part(0, 5).lookups(2)] == [2, 2, 1]
 
 
 def test_only_what_was_asked_for_is_taken_from_an_answer() -> None:

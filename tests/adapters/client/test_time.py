@@ -12,12 +12,14 @@ import trio
 import trio.testing
 
 from kvsp_client import Client, ClientSettings, Prefix, PrefixKeys, PrefixMemory
+from kvsp_client.errors import Refused
 from kvsp_client.fetch import Avoided, Fetch
 from kvsp_client.stats import ClientStats
 from kvsp_core.answers import block_response
 from kvsp_core.identity import Scope
 from kvsp_core.index_parts import IndexParts
 from kvsp_core.messages import LookupAnswer, LookupRequest, MatchedBlock
+from kvsp_core.problems import TOO_LARGE, Problem
 from kvsp_h2 import BodyEnded, DataReceived, Event, ExchangeEnded, ResponseReceived
 from tests.adapters.client.scripted import MODEL, content, octets, prefix_of, record_of
 
@@ -81,7 +83,7 @@ def test_a_call_that_begins_late_leaves_time_for_the_next_holder(first_has: int)
 
 
 def test_a_lookup_of_several_requests_has_one_time_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvsp_core.prefix.MAX_LOOKUP_KEYS", 1)
+    monkeypatch.setattr("kvsp_client.client.MAX_LOOKUP_KEYS", 1)
     given: list[int] = []
 
     async def ask_for(
@@ -100,3 +102,30 @@ def test_a_lookup_of_several_requests_has_one_time_for_all(monkeypatch: pytest.M
 
     assert play(run) == 2
     assert given == [5000, 1000]
+
+
+@pytest.mark.requirement("LK-4")
+def test_an_index_that_takes_fewer_keys_is_asked_for_fewer_from_then_on() -> None:
+    asked: list[int] = []
+
+    async def ask_for(
+        kind: object, part: str, operation: object, share: LookupRequest, *, timeout_ms: int
+    ) -> LookupAnswer:
+        asked.append(len(share.block_keys))
+        if len(share.block_keys) > most:
+            raise Refused(part, Problem(TOO_LARGE))
+        block = KEYS.keys.index(share.block_keys[0])
+        found = MatchedBlock(block_key=share.block_keys[0], replicas=(record_of(KEYS, block, STORED, GOOD),))
+        return LookupAnswer(matched=1, blocks=(found,))
+
+    async def run() -> list[int]:
+        client = Client(MagicMock(), index=INDEX)
+        client._wire, client._pid = MagicMock(now_ms=now_ms, ask_for=ask_for), os.getpid()
+        return [len(await client.lookup(KEYS)) for _ in range(2)]
+
+    most = 1
+    assert play(run) == [2, 2]
+    assert asked == [2, 1, 1, 1, 1]
+    most = 0
+    with pytest.raises(Refused):
+        play(run)

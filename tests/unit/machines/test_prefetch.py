@@ -333,6 +333,20 @@ def test_an_index_that_does_not_answer_leaves_what_is_known_already() -> None:
     assert world.handle(LookupFailed("d1")) == ()
 
 
+@pytest.mark.requirement("LK-4")
+def test_an_index_that_takes_fewer_keys_is_asked_for_fewer_from_then_on() -> None:
+    world = World()
+    asked = [of(Lookup, world.handle(directive(1, 2, 3, 4)))]
+    asked += [of(Lookup, world.handle(LookupFailed("d1", most))) for most in (2, 1)]
+    assert [len(lookup.block_keys) for (lookup,) in asked] == [4, 2, 1]
+    (lookup,) = of(Lookup, world.look_up(1))
+    assert lookup.block_keys == (key(2),)
+    (lookup,) = of(Lookup, world.handle(directive(5, 6, name="d2")))
+    assert lookup.block_keys == (key(5),)
+    assert not of(Lookup, world.handle(LookupFailed("d2", 1)))  # it takes not even one
+    assert world.state("d2") is FAILED
+
+
 def test_a_block_that_cannot_be_stored_is_given_up_for_everybody() -> None:
     world = World()
     world.handle(directive(1))

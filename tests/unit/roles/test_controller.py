@@ -155,6 +155,7 @@ class Talk:
         self.effects: list[Effect] = []
         self.replicas: dict[str, tuple[ReplicaRecord, ...]] = {}
         self.index_answers = True
+        self.most_keys = 1000
         self.traceparent: str | None = None
         """What requests belong to from now on."""
         self.restart()
@@ -199,6 +200,9 @@ class Talk:
     def look_up(self, call: Call) -> None:
         """Answer a lookup as the index would."""
         request = decode(LookupRequest, call.body if isinstance(call.body, bytes) else b"")
+        if len(request.block_keys) > self.most_keys:
+            self.reply(call, status=413)
+            return
         known = list(itertools.takewhile(self.replicas.get, request.block_keys))
         blocks = tuple(MatchedBlock(block_key=key, replicas=self.replicas[key]) for key in known)
         self.reply(call, LookupAnswer(matched=len(blocks), blocks=blocks))
@@ -562,6 +566,20 @@ def test_long_prefixes_are_looked_up_in_pieces() -> None:
     assert placed.misses[0].blocks == (3, 4)
     lookups = [e for e in talk.effects if isinstance(e, Call) and e.base_uri == IS]
     assert [len(decode(LookupRequest, call.body).block_keys) for call in lookups] == [2, 2]  # type: ignore[arg-type]
+
+
+@pytest.mark.requirement("LK-4")
+def test_an_index_that_takes_fewer_keys_is_asked_for_fewer_from_then_on(talk: Talk) -> None:
+    talk.report(A)
+    talk.replicas = {key: (replica(key),) for key in KEYS[:3]}
+    talk.most_keys = 1
+    assert talk.place().misses[0].blocks == (3, 4)
+    assert talk.place().misses[0].blocks == (3, 4)
+    lookups = [e for e in talk.effects if isinstance(e, Call) and e.base_uri == IS]
+    asked = [len(decode(LookupRequest, call.body).block_keys) for call in lookups]  # type: ignore[arg-type]
+    assert asked == [4, 2, *(1,) * 8]
+    talk.most_keys = 0
+    assert talk.place().misses[0].blocks == (0, 4)
 
 
 @pytest.mark.requirement("SK-6")

@@ -28,6 +28,7 @@ from kvsp_core.problems import (
     INCOMPATIBLE,
     NOT_FOUND,
     STALE_EPOCH,
+    TOO_LARGE,
     Problem,
 )
 from kvsp_core.records import InstanceStatus, SessionCheckpoint
@@ -458,6 +459,20 @@ def test_a_directive_is_loaded_leased_published_and_can_be_read() -> None:
     assert (status.state, status.loaded, status.request_ref) == ("complete", tuple(KEYS), "ref")
     unknown, _ = world.ask(PC, GetDirective("other"))
     assert world.status_of(unknown) == 404
+
+
+@pytest.mark.requirement("LK-4")
+def test_an_index_that_takes_fewer_keys_at_a_time_is_asked_in_pieces() -> None:
+    world = World()
+    request, _ = world.ask(PC, PrefetchBlocks(), directive(*KEYS))
+    ((number, _),) = world.calls(Lookup)
+    world.answer(number, Problem(TOO_LARGE))
+    for asked in KEYS:
+        ((number, lookup),) = world.calls(Lookup)
+        assert decode(LookupRequest, lookup.call.body).block_keys == (asked,)  # type: ignore[arg-type]
+        world.answer_lookup(number, asked)
+    world.load(*KEYS)
+    assert world.beside.held() == set(KEYS)
 
 
 @pytest.mark.requirement("PF-3", "PF-6")
