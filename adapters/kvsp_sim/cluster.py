@@ -197,14 +197,14 @@ class SimulatedCluster:
             who.split("reshards"),
             mean_us=3_000 * mean_ms if reshards else 10**12,
         )
-        ample = Scarcity()
-        self._rest = Rest(
+        self.rest = Rest(
             self.cluster,
             self._places,
             self.properties,
             room=2 * (self._own_bytes // block.size_bytes),
-            lists_all=self._scarcity.index_client_bytes == ample.index_client_bytes,
+            lists_all=self._scarcity.lists_all,
         )
+        """What has to be true once all has healed."""
         for process in self.cluster.processes.values():
             process.set_clock(draw_clock(process.randomness))
             process.start()
@@ -274,7 +274,7 @@ class SimulatedCluster:
             return f"{waiting} users still wait for output"
         if not self._leaving:
             left = self._operator.unended() or self._end_maps() or self._resharding.unended()
-            left = left or self._rest.missing(with_maps=False)
+            left = left or self.rest.missing(with_maps=False)
             if left:
                 return left
             self._leave()
@@ -293,7 +293,7 @@ class SimulatedCluster:
 
     def _end_maps(self) -> str:
         """Have all shard maps end, once all is at rest; return what is missing of that."""
-        if not self._resharding.ending and not (left := self._rest.missing(with_maps=True)):
+        if not self._resharding.ending and not (left := self.rest.missing(with_maps=True)):
             self._resharding.end()
             return ""
         return "" if self._resharding.ending else left

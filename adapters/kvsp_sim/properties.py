@@ -307,8 +307,8 @@ class OneOwner(Property):
         for map_id, version, member, ranges in self.owned():
             if self._committed.get((map_id, member)) != version:
                 yield (
-                    f"{member} owns positions {ranges[0][0]} to {ranges[0][1]} in version {version} of a map, "
-                    "and does not hold that version"
+                    f"{member} owns positions {ranges[0][0]} to {ranges[0][1]} in version {version} of a "
+                    "map, and does not hold that version"
                 )
 
     def left_behind(self, member: str) -> bool:

@@ -109,9 +109,9 @@ class Rest:
             host = self._hosts[member]
             if len({key for _, key, _ in blocks}) > self._room:
                 continue
-            for map_id, key, tokens in blocks:
-                if key in listed and (map_id, tokens) not in host.in_engine:
-                    yield f"{member} owns positions {tokens[0]} to {tokens[1]} of a map and has not loaded them"
+            for map_id, key, (first, end) in blocks:
+                if key in listed and (map_id, (first, end)) not in host.in_engine:
+                    yield f"{member} owns positions {first} to {end} of a map and has not loaded them"
 
     def _in_engines(self) -> Iterator[str]:
         """Once a shard map has ended, no engine holds a range of it."""

@@ -51,6 +51,11 @@ class Scarcity:
         return cls(**{name: least for name, least in small.items() if random.chance(0.5)})
 
     @property
+    def lists_all(self) -> bool:
+        """Whether the index has room for the records of all."""
+        return self.index_client_bytes == limits.MAX_INDEX_BYTES_PER_CLIENT
+
+    @property
     def prefetch(self) -> PrefetchLimits:
         """What an instance takes on for prefetch directives."""
         return PrefetchLimits(

@@ -287,6 +287,20 @@ def test_who_was_told_nothing_is_left_behind() -> None:
     assert not owner.left_behind("b")
 
 
+@pytest.mark.requirement("RS-6")
+def test_each_owner_holds_its_version_until_it_restarts() -> None:
+    owner = OneOwner()
+    run(owner, *PREPARED, decided(2), DecisionTaken(map_id="m", version=2, member="a", commit=True))
+    assert list(owner.owned()) == [("m", 2, "a", ((0, 4),)), ("m", 2, "b", ((4, 8),))]
+    (what,) = owner.without_owner()
+    assert what.startswith("b owns positions 4 to 8 in version 2")
+    run(owner, DecisionTaken(map_id="m", version=2, member="b", commit=True))
+    assert not list(owner.without_owner())
+    run(owner, MemberRestarted(member="a"))
+    (what,) = owner.without_owner()
+    assert what.startswith("a owns positions 0 to 4")
+
+
 def test_a_commit_without_all() -> None:
     breaks(OneOwner(), *FIRST, *SECOND, *accepted(2, "a"), decided(2), saying="b has not acknowledged")
 

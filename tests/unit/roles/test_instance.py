@@ -464,7 +464,7 @@ def test_a_directive_is_loaded_leased_published_and_can_be_read() -> None:
 @pytest.mark.requirement("LK-4")
 def test_an_index_that_takes_fewer_keys_at_a_time_is_asked_in_pieces() -> None:
     world = World()
-    request, _ = world.ask(PC, PrefetchBlocks(), directive(*KEYS))
+    world.ask(PC, PrefetchBlocks(), directive(*KEYS))
     ((number, _),) = world.calls(Lookup)
     world.answer(number, Problem(TOO_LARGE))
     for asked in KEYS:
