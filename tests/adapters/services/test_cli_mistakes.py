@@ -243,6 +243,10 @@ def test_a_variable_that_is_wrong_is_named(
     (port,) = free_ports(1)
     monkeypatch.setenv("KVSP_INDEX", f"{NOBODY} https://127.0.0.1:{port}/kvsp/")
     assert app.run(["index", *WHO]) == 1, "two parts of an index are two"
+    capfd.readouterr()
+    monkeypatch.setenv("KVSP_HOLDER", f"{NOBODY} https://127.0.0.1:{port}/kvsp/")
+    assert app.run(["top", "--once", "--controller", NOBODY, *WHO]) == 1
+    assert f"https://127.0.0.1:{port}/kvsp/: the service" in capfd.readouterr().out.split(NOBODY)[-1]
 
 
 def test_a_command_of_another_package_is_listed_last(
