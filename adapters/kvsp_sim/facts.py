@@ -13,6 +13,7 @@ import attrs
 
 __all__ = [
     "BlockEvicted",
+    "BlockNotFound",
     "CheckpointAcknowledged",
     "DecisionSent",
     "DecisionTaken",
@@ -135,6 +136,14 @@ class RecordReturned:
     """The index gave a record out."""
 
     holder: str
+    block: Hashable
+    now_ms: int
+
+
+@attrs.frozen(kw_only=True)
+class BlockNotFound:
+    """A lookup ended at this block: the index knows no record of it."""
+
     block: Hashable
     now_ms: int
 
@@ -370,6 +379,7 @@ Fact: TypeAlias = (
     | RecordTaken
     | RecordWithdrawn
     | RecordReturned
+    | BlockNotFound
     | IndexRestarted
     | StreamOpened
     | TokenDrawn

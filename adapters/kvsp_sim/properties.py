@@ -22,6 +22,7 @@ import attrs
 
 from kvsp_sim.facts import (
     BlockEvicted,
+    BlockNotFound,
     DecisionSent,
     DecisionTaken,
     Disclosed,
@@ -186,43 +187,58 @@ class LeasesHold(Property):
 
 
 class IndexIsCurrent(Property):
-    """The index gives no record out after its withdrawal or expiry (PB-2, LK-1)."""
+    """The index gives no record out after its withdrawal or expiry, and loses none before (PB-2, LK-1)."""
 
     name = "index_is_current"
 
     def __init__(self) -> None:
-        self._until_ms: dict[tuple[str, Hashable], int] = {}
+        self._until_ms: dict[Hashable, dict[str, int]] = {}  # block -> holder -> when its record expires
 
     def _handlers(self) -> Mapping[type, Callable[..., None]]:
         return {
             RecordTaken: self._taken,
             RecordWithdrawn: self._withdrawn,
             RecordReturned: self._returned,
+            BlockNotFound: self._not_found,
             IndexRestarted: self._restarted,
         }
 
     def freeze(self, now_ms: int = 0) -> Hashable:
         """Return the records that may be given out."""
-        return frozenset((key, until - now_ms) for key, until in self._until_ms.items() if until >= now_ms)
+        return frozenset((*record, until - now_ms) for record, until in self._live(now_ms))
 
     def listed(self, now_ms: int) -> set[tuple[str, Hashable]]:
         """Return the holder and the block of each record that may be given out."""
-        return {record for record, until in self._until_ms.items() if until >= now_ms}
+        return {record for record, _ in self._live(now_ms)}
+
+    def _live(self, now_ms: int) -> Iterator[tuple[tuple[str, Hashable], int]]:
+        for block, records in self._until_ms.items():
+            for holder, until in records.items():
+                if until >= now_ms:
+                    yield (holder, block), until
 
     def _taken(self, fact: RecordTaken) -> None:
-        self._until_ms[fact.holder, fact.block] = fact.until_ms
+        self._until_ms.setdefault(fact.block, {})[fact.holder] = fact.until_ms
 
     def _withdrawn(self, fact: RecordWithdrawn) -> None:
-        self._until_ms.pop((fact.holder, fact.block), None)
+        self._until_ms.get(fact.block, {}).pop(fact.holder, None)
 
     def _returned(self, fact: RecordReturned) -> None:
-        until = self._until_ms.get((fact.holder, fact.block))
+        until = self._until_ms.get(fact.block, {}).get(fact.holder)
         if until is None:
             self.fail(f"the index returned a record of {fact.holder} that was withdrawn or never published")
         elif until < fact.now_ms:
             self.fail(
                 f"the index returned a record of {fact.holder} {fact.now_ms - until} ms after it expired"
             )
+
+    def _not_found(self, fact: BlockNotFound) -> None:
+        for holder, until in self._until_ms.get(fact.block, {}).items():
+            if until > fact.now_ms:
+                self.fail(
+                    f"the index did not find a record of {holder}, which it has taken, "
+                    f"{until - fact.now_ms} ms before it expires"
+                )
 
     def _restarted(self, _: IndexRestarted) -> None:
         self._until_ms.clear()

@@ -18,6 +18,7 @@ from kvsp_core.roles.engine import DropShard, EngineCommand, LoadShard
 from kvsp_core.roles.role import BlockName, Call, Put, Respond, Write
 from kvsp_sim.facts import (
     BlockEvicted,
+    BlockNotFound,
     CheckpointAcknowledged,
     DecisionSent,
     DecisionTaken,
@@ -95,6 +96,10 @@ class _Scoped(msgspec.Struct):
 class _Directive(msgspec.Struct):
     directive: str
     scope_id: str
+
+
+class _LookupRequest(msgspec.Struct):
+    block_keys: list[str]
 
 
 class _LookupAnswer(msgspec.Struct):
@@ -180,6 +185,7 @@ class _Sessions(msgspec.Struct):
 _read_record = msgspec.json.Decoder(_Record).decode
 _read_granted = msgspec.json.Decoder(_Granted).decode
 _read_lease = msgspec.json.Decoder(_LeaseRequest).decode
+_read_lookup_request = msgspec.json.Decoder(_LookupRequest).decode
 _read_lookup = msgspec.json.Decoder(_LookupAnswer).decode
 _read_status = msgspec.json.Decoder(_Status).decode
 _read_checkpoint = msgspec.json.Decoder(_Checkpoint).decode
@@ -392,7 +398,10 @@ class Witness:
             return
         now_ms = leg.server.now_ms
         scopes = set()
-        for block in _read_lookup(body).blocks:
+        asked, found = _read_lookup_request(leg.body).block_keys, _read_lookup(body).blocks
+        if len(found) < len(asked):
+            self.observe(BlockNotFound(block=asked[len(found)], now_ms=now_ms))
+        for block in found:
             for record in block.replicas:
                 scopes.add(record.scope_id)
                 self.observe(RecordReturned(holder=record.holder, block=block.block_key, now_ms=now_ms))

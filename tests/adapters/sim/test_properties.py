@@ -6,6 +6,7 @@ import pytest
 
 from kvsp_sim.facts import (
     BlockEvicted,
+    BlockNotFound,
     CheckpointAcknowledged,
     DecisionSent,
     DecisionTaken,
@@ -148,6 +149,14 @@ def test_the_index_returns_records_until_they_expire_or_are_withdrawn() -> None:
     breaks(IndexIsCurrent(), TAKEN, RecordWithdrawn(holder="h", block="b"), returned(1), saying="withdrawn")
     run(IndexIsCurrent(), TAKEN, RecordWithdrawn(holder="h", block="b"), TAKEN, returned(1))
     breaks(IndexIsCurrent(), TAKEN, IndexRestarted(), returned(1))
+
+
+def test_the_index_loses_no_record_before_it_expires() -> None:
+    missed = BlockNotFound(block="b", now_ms=9)
+    breaks(IndexIsCurrent(), TAKEN, missed, saying="of h, which it has taken, 1 ms before it expires")
+    run(IndexIsCurrent(), missed, TAKEN, BlockNotFound(block="b", now_ms=10))
+    run(IndexIsCurrent(), TAKEN, RecordWithdrawn(holder="h", block="b"), missed)
+    run(IndexIsCurrent(), TAKEN, IndexRestarted(), missed)
 
 
 # Output
