@@ -109,7 +109,9 @@ class Options:
 
 @attrs.frozen(kw_only=True)
 class _Times:
-    """Durations of the deployment, short, so that all that can time out does."""
+    """Durations of the deployment, short, so that all that can time out does; longer ones leave room for more
+    than statuses and refreshes.
+    """
 
     status_ttl_ms: int
     replica_ttl_ms: int
@@ -139,8 +141,8 @@ class SimulatedCluster:
         random = self._random.split("limits")
         self._leaving: list[Host] = []
         self._times = _Times(
-            status_ttl_ms=random.pick((150, 300, 900)),
-            replica_ttl_ms=random.pick((1_000, 2_000, 5_000)),
+            status_ttl_ms=random.pick((200, 500, 1_500)),
+            replica_ttl_ms=random.pick((1_000, 3_000, 8_000)),
             lease_ms=random.pick((1_000, 2_000, 3_000)),
             call_ms=random.pick((50, 150, 500)),
         )

@@ -84,7 +84,7 @@ def _run_until_ended(cluster: SimulatedCluster) -> None:
     until_us = world.now_us + HEALED_US
     most_steps = world.steps + HEALED_STEPS
     while (left := cluster.unended()) and world.now_us < until_us and world.steps < most_steps:
-        world.run(until_us=min(until_us, world.now_us + 1_000_000), steps=most_steps)
+        world.run(until_us=min(until_us, world.now_us + 100_000), steps=most_steps)
     if left:
         raise Violation("everything_ends", f"{HEALED_US // 1_000_000} s after all faults: {left}")
 
