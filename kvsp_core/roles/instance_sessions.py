@@ -184,7 +184,7 @@ class Sessions:
             return Problem(SCOPE_DENIED, "scope_id: this instance does not hold the key of the scope")
         if session.counted:
             return None
-        if len(self._sessions) >= MAX_INSTANCE_SESSIONS:
+        if session.name not in self._sessions and len(self._sessions) >= MAX_INSTANCE_SESSIONS:
             return Problem(UNAVAILABLE, "the instance has as many sessions as it takes; try another")
         problem = self._open_session(now_ms)
         session.counted = problem is None

@@ -105,7 +105,7 @@ def test_an_instance_takes_so_many_sessions_and_goes_on_with_those_it_has(
 ) -> None:
     monkeypatch.setattr("kvsp_core.roles.instance_sessions.MAX_INSTANCE_SESSIONS", 1)
     world = World()
-    world.begin(PROMPT)
+    ended(world)
     assert world.status_of(world.begin(PROMPT, session=OTHERS[0])) == 503
     assert world.role._sessions.get(OTHERS[0]) is None
     assert resume(world, 2) == 202
