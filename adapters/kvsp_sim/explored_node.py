@@ -11,10 +11,11 @@ from collections import deque
 from collections.abc import Callable, Container, Hashable, Mapping
 from itertools import count
 from types import MappingProxyType
-from typing import ClassVar, Final, Protocol, TypeAlias
+from typing import ClassVar, Final, Protocol
 
 import attrs
 
+from kvsp_core.container_header import ContainerHeader
 from kvsp_core.heads import Request, Response
 from kvsp_core.roles.engine import EngineCommand
 from kvsp_core.roles.role import (
@@ -60,105 +61,29 @@ from kvsp_sim.disk import apply_write, catalogue
 from kvsp_sim.facts import Fact
 from kvsp_sim.host import WALL_CLOCK_MS, RoleFactory, Start
 from kvsp_sim.messages import Answer, Message, Question
+from kvsp_sim.node_events import (
+    Begin,
+    CallLost,
+    Crash,
+    Event,
+    MessageArrives,
+    Passed,
+    PeerCrashed,
+    Pending,
+    Persisted,
+    Timer,
+    Unheard,
+)
 from kvsp_sim.property import Property
 from kvsp_sim.snapshot import CallNumber, copied, frozen
 from kvsp_sim.wire import request_on_wire, response_on_wire
 from kvsp_sim.witness import Witness
 
 __all__ = [
-    "Begin",
-    "CallLost",
-    "Crash",
-    "Event",
     "ExploredNode",
-    "MessageArrives",
     "Outcome",
-    "Passed",
-    "PeerCrashed",
-    "Pending",
-    "Persisted",
-    "Timer",
-    "Unheard",
     "without_call",
 ]
-
-
-# Events: what may happen to a node next
-
-
-@attrs.frozen
-class MessageArrives:
-    """A message that was sent arrives, for the first time or again."""
-
-    message: Message
-
-
-@attrs.frozen
-class Timer:
-    """The role's clock reaches its next deadline."""
-
-
-@attrs.frozen
-class Persisted:
-    """What is being persisted is durable."""
-
-
-@attrs.frozen
-class Pending:
-    """Number `index` of what the node's engine or storage has under way is done."""
-
-    index: int
-
-
-@attrs.frozen
-class CallLost:
-    """A call fails: no answer came, or none will."""
-
-    call_id: int
-
-
-@attrs.frozen
-class Begin:
-    """What the exploration is about begins; not an event of its own."""
-
-
-@attrs.frozen
-class PeerCrashed:
-    """Another node has crashed: a call to it that is open has no end but its failure, or an answer that is
-    under way. Not an event of its own; it comes with the crash.
-    """
-
-    peer: str
-
-
-@attrs.frozen
-class Unheard:
-    """Who asked this does not wait any more, so that no later call takes the answer for its own. Not an event
-    of its own; it comes with the end of the call.
-    """
-
-    question: Question
-
-
-@attrs.frozen
-class Passed:
-    """So much time has passed, and nothing has happened. Not an event of its own; it comes with a timer, of
-    this node or of another.
-    """
-
-    ms: int
-
-
-@attrs.frozen
-class Crash:
-    """The node crashes and starts again; what was being persisted became durable, or did not."""
-
-    durable: bool
-
-
-Event: TypeAlias = (
-    MessageArrives | Timer | Persisted | Pending | CallLost | Begin | PeerCrashed | Unheard | Passed | Crash
-)
 
 
 @attrs.frozen
@@ -180,7 +105,6 @@ class _OpenCall:
 @attrs.define
 class _OpenRequest:
     question: Question
-    responded: bool = False
     parts: int = 0
 
 
@@ -249,18 +173,21 @@ class CountedOctets:
 class ExploredNode:
     """A role and the loop around it.
 
-    `local` are properties that see this node's facts only, such as those that compare times of its clock.
-    One that `can_crash` starts again, until it has had so many `lives`.
-    `tiers` hold `blocks` at first; those in `surviving` outlive a crash. What storage and engine do is done
-    at once, but for what the engine does under a name in `waits`, which is an event of its own. A POST whose
-    path begins with one of `once`, the same for all nodes, arrives once at most: HTTP does not send it again
-    by itself, and each arrival makes something new. A call to a peer in `absent` fails at once, or has the
-    answer that is `known`: what it is depends on nothing that happens. `own_effects`
-    says what to do with effects that only this role has. `begin` is called once, when all nodes have started
-    and said what they say at first. A node that `only_asks` gets no requests. The timers of one that is
-    `patient` go off only where nothing else can happen. A partition may separate it from one of `parts_from`.
-    `renews` says of a call what it is about and how late it is: once a later one about the same is open, the
-    role must not care how the earlier one ends, and it fails at once.
+    `local` are properties that see this node's facts only, such as those that compare times of its clock. One
+    that `can_crash` starts again, until it has had so many `lives`. `tiers` hold `blocks` at first; those in
+    `surviving` outlive a crash. What storage and engine do is done at once, but for what the engine does
+    under a name in `waits`, which is an event of its own.
+
+    A POST whose path begins with one of `once`, the same for all nodes, arrives once at most: HTTP does not
+    send it again by itself, and each arrival makes something new. A call to a peer in `absent` fails at once,
+    or has the answer that is `known`: what it is depends on nothing that happens. `renews` says of a call
+    what it is about and how late it is: once a later one about the same is open, the role must not care how
+    the earlier one ends, and it fails at once.
+
+    `own_effects` says what to do with effects that only this role has. `begin` is called once, when all nodes
+    have started and said what they say at first. A node that `only_asks` gets no requests. The timers of one
+    that is `patient` go off only where nothing else can happen. A partition may separate it from one of
+    `parts_from`.
     """
 
     def __init__(
@@ -556,13 +483,18 @@ class ExploredNode:
 
     def _take_block(self, call: Call, response: Response, octets: bytes) -> None:
         assert call.buffer is not None
-        self.buffers[call.buffer] = octets
+        header, layer_digests, repr_digest = self._into_buffer(call.buffer, octets)
+        valid = response.repr_digest == repr_digest
+        self._inputs.append(BlockReceived(call.call_id, response, header, layer_digests, valid))
+
+    def _into_buffer(self, buffer: int, octets: bytes) -> tuple[ContainerHeader, tuple[str, ...], str]:
+        """Put a block into a buffer, and tell the role of its layers; return what it says of itself."""
+        self.buffers[buffer] = octets
         block = described(0, octets)
         assert block.header is not None
         for layer, digest in zip(block.header.layers, block.layer_digests, strict=True):
-            self._inputs.append(LayerArrived(call.buffer, layer, digest))
-        valid = response.repr_digest == block.repr_digest
-        self._inputs.append(BlockReceived(call.call_id, response, block.header, block.layer_digests, valid))
+            self._inputs.append(LayerArrived(buffer, layer, digest))
+        return block.header, block.layer_digests, block.repr_digest
 
     def deliver(self, item: Input) -> None:
         """Bring the role an input, after those that wait."""
@@ -609,7 +541,8 @@ class ExploredNode:
                 open_request = self.requests[request_id]
                 self._inputs.append(BodyArrived(request_id, open_request.question.body))
             case ReceiveBlock(request_id, buffer):
-                self._receive_block(request_id, buffer, self.requests[request_id].question.body)
+                received = self._into_buffer(buffer, self.requests[request_id].question.body)
+                self._inputs.append(BlockArrived(request_id, buffer, *received))
             case Respond(request_id):
                 self._respond(effect, self.requests[request_id])
             case Send(request_id, data, end):
@@ -651,16 +584,6 @@ class ExploredNode:
                 self.witness.dropped(self, name)  # type: ignore[arg-type]
             case Load(job_id):
                 self.deliver(JobDone(job_id, catalogue=catalogue(shelf.blocks)))
-
-    def _receive_block(self, request_id: int, buffer: int, octets: bytes) -> None:
-        self.buffers[buffer] = octets
-        block = described(0, octets)
-        assert block.header is not None
-        for layer, digest in zip(block.header.layers, block.layer_digests, strict=True):
-            self._inputs.append(LayerArrived(buffer, layer, digest))
-        self._inputs.append(
-            BlockArrived(request_id, buffer, block.header, block.layer_digests, block.repr_digest)
-        )
 
     def _respond(self, effect: Respond, open_request: _OpenRequest) -> None:
         body = effect.body if isinstance(effect.body, bytes) else self.buffers[effect.body.buffer]

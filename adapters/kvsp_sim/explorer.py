@@ -43,12 +43,14 @@ from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 import attrs
 
-from kvsp_sim.explored_node import (
+from kvsp_sim.explored_node import ExploredNode
+from kvsp_sim.facts import LineSeen, TokenDelivered
+from kvsp_sim.messages import Message, Question
+from kvsp_sim.node_events import (
     Begin,
     CallLost,
     Crash,
     Event,
-    ExploredNode,
     Passed,
     PeerCrashed,
     Pending,
@@ -56,8 +58,6 @@ from kvsp_sim.explored_node import (
     Timer,
     Unheard,
 )
-from kvsp_sim.facts import LineSeen, TokenDelivered
-from kvsp_sim.messages import Message, Question
 from kvsp_sim.numbered import Broken, Interned, MessageSpace, NodeSpace, PropertySpace, bits, reachable
 from kvsp_sim.properties import Properties
 from kvsp_sim.property import Violation

@@ -10,9 +10,10 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from kvsp_core.errors import KVSPError
-from kvsp_sim.explored_node import Event, ExploredNode, MessageArrives, without_call
+from kvsp_sim.explored_node import ExploredNode, without_call
 from kvsp_sim.facts import Fact
 from kvsp_sim.messages import Answer, Message, Question
+from kvsp_sim.node_events import Event, MessageArrives
 from kvsp_sim.properties import Properties
 from kvsp_sim.property import Violation
 from kvsp_sim.snapshot import copied

@@ -98,12 +98,9 @@ class WakeInstance:
 
 @attrs.frozen
 class EndStateRequest:
-    """A `RequestState` is over: the state the instance answered, or None where it refused or did not
-    answer.
-    """
+    """A `RequestState` is over: answered, refused by the instance, or without an answer."""
 
     instance: str
-    state: str | None
     refused: bool = False
 
 

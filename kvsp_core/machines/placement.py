@@ -237,8 +237,8 @@ def fetch_estimate(
     """Estimate what it takes to make the leading blocks of a prompt resident at an instance.
 
     `blocks` holds the replicas of each block in prefix order, `layers` the layers of a block; without it
-    they are taken from what the replicas show. Blocks behind the first that is
-    neither resident nor loadable are not counted.
+    they are taken from what the replicas show. Blocks behind the first that is neither resident nor loadable
+    are not counted.
     """
     plan = _Plan(instance, links)
     count = resident = 0

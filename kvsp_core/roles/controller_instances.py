@@ -12,8 +12,7 @@ from typing import Final, assert_never
 
 import attrs
 
-from kvsp_core.answers import read_answer
-from kvsp_core.errors import KVSPError
+from kvsp_core.answers import read_outcome
 from kvsp_core.identity import component_id
 from kvsp_core.machines import fleet as fleets
 from kvsp_core.machines.fleet import Fleet
@@ -140,17 +139,9 @@ class Instances:
 
     def state_answered(self, call: StateCall, item: AnswerReceived | CallFailed, now_ms: int) -> None:
         """Take in how an instance has answered a wish."""
-        state, refused = None, False
-        if isinstance(item, AnswerReceived):
-            try:
-                read = read_answer(StatusAnswer, item.response, item.body)
-            except KVSPError:
-                read = None
-            if isinstance(read, StatusAnswer):
-                state = read.state
-            elif isinstance(read, Problem):
-                refused = read.type == INVALID_STATE
-        event = fleets.EndStateRequest(call.instance, state, refused=refused)
+        problem = read_outcome(item.response, item.body) if isinstance(item, AnswerReceived) else None
+        refused = problem is not None and problem.type == INVALID_STATE
+        event = fleets.EndStateRequest(call.instance, refused)
         self._do(self._fleet.handle(event, now_ms), now_ms)
 
     def _do(self, effects: Iterable[fleets.Effect], now_ms: int, request_id: int | None = None) -> None:

@@ -108,9 +108,9 @@ _Purpose: TypeAlias = _Reading | Storing | _Loading | MoveRead | MoveStore
 class Holder:
     """A holder under one base URI.
 
-    `tiers` says what it may put where. `index_uris` are the parts of the index that its records go
-    to (OP-3); where there is none, nothing is published.
-    `numbers` is shared with another role under the same base URI. `random_bytes` gives unguessable octets.
+    `tiers` says what it may put where. `index_uris` are the parts of the index that its records go to (OP-3);
+    where there is none, nothing is published. `numbers` is shared with another role under the same base URI.
+    `random_bytes` gives unguessable octets.
     """
 
     def __init__(

@@ -57,8 +57,6 @@ def fleet_events() -> st.SearchStrategy[fleet.Event]:
         st.builds(fleet.ReceiveStatus, statuses(), st.booleans()),
         st.builds(fleet.DrainInstance, _instances),
         st.builds(fleet.WakeInstance, _instances),
-        st.builds(
-            fleet.EndStateRequest, _instances, st.sampled_from([None, "active", "draining"]), st.booleans()
-        ),
+        st.builds(fleet.EndStateRequest, _instances, st.booleans()),
         st.just(fleet.TimerFired()),
     )

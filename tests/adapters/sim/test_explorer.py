@@ -21,17 +21,10 @@ from kvsp_core.roles.role import (
     TimerFired,
 )
 from kvsp_core.roles.work import Numbers
-from kvsp_sim.explored_node import (
-    CallLost,
-    ExploredNode,
-    MessageArrives,
-    Outcome,
-    Persisted,
-    Unheard,
-    without_call,
-)
+from kvsp_sim.explored_node import ExploredNode, Outcome, without_call
 from kvsp_sim.explorer import Bounds, Exploration, Search, explore
 from kvsp_sim.messages import Answer, Question
+from kvsp_sim.node_events import CallLost, MessageArrives, Persisted, Unheard
 from kvsp_sim.properties import Properties
 from kvsp_sim.witness import Witness
 

@@ -93,7 +93,7 @@ def test_every_event_in_every_state(kind: MemberKind, event_type: type, cell: Ce
         RestoreInstance: RestoreInstance(II, 7),
         DrainInstance: DrainInstance(II),
         WakeInstance: WakeInstance(II),
-        EndStateRequest: EndStateRequest(II, "active"),
+        EndStateRequest: EndStateRequest(II),
         ForgetInstance: ForgetInstance(II),
         TimerFired: TimerFired(),
     }
@@ -286,10 +286,10 @@ def test_a_drain_is_asked_for_until_it_is_reported() -> None:
     report(machine, 0)
     assert machine.handle(DrainInstance(II), 10) == (RequestState(II, "draining"),)
     assert report(machine, 20, seq=2)[-1] == AnswerStatus("draining")
-    machine.handle(EndStateRequest(II, None), 100)
+    machine.handle(EndStateRequest(II), 100)
     assert machine.next_deadline_ms() == 100 + RETRY_MS
     assert machine.handle(TimerFired(), 100 + RETRY_MS) == (RequestState(II, "draining"),)
-    machine.handle(EndStateRequest(II, "draining"), 700)
+    machine.handle(EndStateRequest(II), 700)
     report(machine, 800, seq=3, state="draining")
     assert machine.handle(TimerFired(), 3000) == ()
 
@@ -300,10 +300,10 @@ def test_a_sleeper_is_woken_by_put_state_repeated_until_it_reports_active() -> N
     report(machine, 0, state="sleeping")
     assert machine.handle(WakeInstance(II), 10) == (RequestState(II, "active"),)
     assert report(machine, 20, seq=2, state="sleeping")[-1] == AnswerStatus("sleeping")
-    machine.handle(EndStateRequest(II, None), 30)
+    machine.handle(EndStateRequest(II), 30)
     effects = report(machine, 30 + RETRY_MS, seq=3, state="sleeping")
     assert RequestState(II, "active") in effects
-    machine.handle(EndStateRequest(II, "active"), 600)
+    machine.handle(EndStateRequest(II), 600)
     report(machine, 700, seq=4)
     assert machine.is_assignable(II)
     assert machine.handle(TimerFired(), 2000) == ()
@@ -324,7 +324,7 @@ def test_a_drain_that_comes_late_is_not_taken_for_the_instances_own() -> None:
     report(machine, 0)
     machine.handle(DrainInstance(II), 10)
     machine.handle(WakeInstance(II), 11)
-    machine.handle(EndStateRequest(II, "draining"), 12)
+    machine.handle(EndStateRequest(II), 12)
     assert RequestState(II, "active") in report(machine, 20, seq=2, state="draining")
 
 
@@ -332,7 +332,7 @@ def test_an_instance_that_refuses_to_wake_is_left_to_stop() -> None:
     machine = fleet()
     report(machine, 0, state="draining")
     machine.handle(WakeInstance(II), 10)
-    machine.handle(EndStateRequest(II, None, refused=True), 20)
+    machine.handle(EndStateRequest(II, refused=True), 20)
     assert report(machine, 30, seq=2, state="sleeping") == (
         StateReported(II, "sleeping"),
         AnswerStatus("sleeping"),
@@ -351,7 +351,7 @@ def test_a_frozen_fleet_goes_on_elsewhere_at_another_time() -> None:
     machine = fleet()
     report(machine, 0, state="sleeping")
     machine.handle(WakeInstance(II), 10)
-    machine.handle(EndStateRequest(II, None), 30)
+    machine.handle(EndStateRequest(II), 30)
     other = fleet()
     other.thaw(machine.freeze(100), 50_000)
     assert other.freeze(50_000) == machine.freeze(100)
