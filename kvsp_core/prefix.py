@@ -148,12 +148,11 @@ def in_order(records: Iterable[ReplicaRecord], *, avoid: Collection[str] = ()) -
     """
 
     def preference(record: ReplicaRecord) -> tuple[bool, bool, int, int, bytes]:
-        layers = len(record.layer_digests or ()) or max(entry.layers[1] for entry in record.residency) + 1
         slowest = max(record.residency, key=lambda entry: tier_rank(entry.tier))
         spread = sha256((record.block_key + record.holder).encode()).digest()
         return (
             record.holder in avoid,
-            not record.has_layers(0, layers - 1),
+            not record.is_whole,
             tier_rank(slowest.tier),
             -(slowest.read_mbit_per_s or 0),
             spread,

@@ -221,6 +221,12 @@ class ReplicaRecord:
                 first = entry.layers[1] + 1
         return first > last
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all layers are there, as far as the record shows how many the block has."""
+        layers = len(self.layer_digests or ()) or max(entry.layers[1] for entry in self.residency) + 1
+        return self.has_layers(0, layers - 1)
+
     def digests_agree(self) -> bool:
         """Return whether `digest` is that of `layer_digests` (KC-5), or there are none to compare with."""
         if self.layer_digests is None:

@@ -90,13 +90,13 @@ class _Sequence:
     sampler: Sampler
     drawn: int
     """Output tokens drawn so far, which is also the sampler's step."""
-    paused: bool
     max_tokens: int
     stop: frozenset[int]
     reported: int
     """Blocks that were imported or reported as computed."""
     logits: npt.NDArray[np.float32] | None = None
     """Of the last token; None while tokens are still to be computed."""
+    paused: bool = False
 
 
 class NumpyEngine:
@@ -173,7 +173,6 @@ class NumpyEngine:
             tokens=list(tokens),
             sampler=command.sampler,
             drawn=command.sampler.step,
-            paused=command.paused,
             max_tokens=int(params.get("max_tokens", config.context)),
             stop=config.stop_tokens | frozenset(params.get("stop", ())),
             reported=command.cached_tokens // self._block_tokens,

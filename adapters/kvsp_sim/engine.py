@@ -102,10 +102,10 @@ class _Sequence:
     histories: list[bytes]  # after each token
     sampler: Sampler
     step: int
-    paused: bool
     limit: int | None
     stop: frozenset[int]
     computed: int  # tokens whose KV is there
+    paused: bool = False
     prefilled: bool = False
     ended: bool = False
     ticking: bool = False
@@ -228,7 +228,6 @@ class SimulatedEngine:
             histories=histories,
             sampler=command.sampler,
             step=command.sampler.step,
-            paused=command.paused,
             limit=parameters.get("max_tokens"),
             stop=frozenset(parameters.get("stop", ())),
             computed=command.cached_tokens,

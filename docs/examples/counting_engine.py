@@ -44,10 +44,10 @@ class Running:
     drawn: int
     """Output tokens so far, in this instance and before it."""
     max_tokens: int
-    paused: bool
     reported: int
     """Blocks that are said to be complete."""
     prefilled: bool = False
+    paused: bool = False
     ended: bool = False
 
 
@@ -76,7 +76,6 @@ class CountingEngine:
                     tokens=[*known, *command.tokens[len(known) :]],
                     drawn=command.sampler.step,
                     max_tokens=int(command.sampler.params.get("max_tokens", 16)),
-                    paused=command.paused,
                     reported=command.cached_tokens // self.model.block_tokens,
                 )
             case ExportBlock(sequence=number, index=index):

@@ -280,8 +280,10 @@ class BlockLoad:
         return holder in self._leases and self._leases[holder] is None
 
     def _lease_granted(self, holder: str, lease: str) -> tuple[Effect, ...]:
-        if not self._asked(holder) or self.state is LoadState.OVER:
-            self._leases.pop(holder, None) if self._asked(holder) else None
+        asked = self._asked(holder)
+        if asked and self.state is LoadState.OVER:
+            del self._leases[holder]
+        if not asked or self.state is LoadState.OVER:
             return (ReleaseLease(holder, lease),)
         self._leases[holder] = lease
         return self._held_back.pop(holder, ())

@@ -80,8 +80,8 @@ class Owed:
 
 
 @attrs.frozen(kw_only=True)
-class Stable:
-    """No reshard is under way. A new map is ``Stable`` at version 0 without shards."""
+class _Standing:
+    """What is known in every state; `map` is the authoritative one."""
 
     map: ShardMap
     highest: int = 0
@@ -97,51 +97,38 @@ class Stable:
 
 
 @attrs.frozen(kw_only=True)
-class Preparing:
+class Stable(_Standing):
+    """No reshard is under way. A new map is ``Stable`` at version 0 without shards."""
+
+
+@attrs.frozen(kw_only=True)
+class Preparing(_Standing):
     """The plans are out; `map` stays authoritative until all have acknowledged (RS-4)."""
 
-    map: ShardMap
-    highest: int
-    lost: frozenset[str]
     target: ShardMap
     plans: tuple[Plan, ...]
     waiting: frozenset[str]
     deadline_ms: int
-    owed: frozenset[Owed] = frozenset()
-    failed: frozenset[str] = frozenset()
-    retry_at_ms: int | None = None
 
 
 @attrs.frozen(kw_only=True)
-class Committing:
+class Committing(_Standing):
     """The decision is durable and `map`, the new one, authoritative; the members are told until all have
     answered."""
 
-    map: ShardMap
-    highest: int
-    lost: frozenset[str]
     waiting: frozenset[str]
-    owed: frozenset[Owed] = frozenset()
-    failed: frozenset[str] = frozenset()
-    retry_at_ms: int | None = None
 
 
 @attrs.frozen(kw_only=True)
-class Aborting:
+class Aborting(_Standing):
     """The attempt `highest` is given up; the members are told until all have answered.
 
     Where a plan was refused, the owners are also asked, by a commit of the current version, whether they
     still hold their ranges.
     """
 
-    map: ShardMap
-    highest: int
-    lost: frozenset[str]
     waiting: frozenset[str]
-    asking: frozenset[str]
-    owed: frozenset[Owed] = frozenset()
-    failed: frozenset[str] = frozenset()
-    retry_at_ms: int | None = None
+    asking: frozenset[str] = frozenset()
 
 
 State: TypeAlias = Stable | Preparing | Committing | Aborting
@@ -302,47 +289,31 @@ class RangesLost:
 
 Effect: TypeAlias = PersistRecord | Prepare | Commit | Abort | Committed | Aborted | RangesLost
 
+_EVENTS: Final = get_args(Event)
+_LATER: Final = tuple(event for event in _EVENTS if event is not Begin)
+
 TABLE: Final = Table(
     "reshard coordinator",
     states=(Stable, Preparing, Committing, Aborting),
-    events=get_args(Event),
+    events=_EVENTS,
     cells={
-        Stable: {
-            Begin: to(Preparing),
-            PlanAnswered: to(Stable),
-            CommitAnswered: to(Stable),
-            AbortAnswered: to(Stable),
-            CallFailed: to(Stable),
-            MemberLost: to(Stable),
-            MemberBack: to(Stable),
-            TimerFired: to(Stable),
-        },
+        Stable: {**dict.fromkeys(_LATER, to(Stable)), Begin: to(Preparing)},
         Preparing: {
+            **dict.fromkeys(_LATER, to(Preparing)),
             PlanAnswered: to(Preparing, Committing, Aborting),
-            CommitAnswered: to(Preparing),
-            AbortAnswered: to(Preparing),
-            CallFailed: to(Preparing),
             MemberLost: to(Preparing, Aborting),
-            MemberBack: to(Preparing),
             TimerFired: to(Preparing, Aborting),
         },
         Committing: {
-            PlanAnswered: to(Committing),
+            **dict.fromkeys(_LATER, to(Committing)),
             CommitAnswered: to(Committing, Stable),
-            AbortAnswered: to(Committing),
-            CallFailed: to(Committing),
             MemberLost: to(Committing, Stable),
-            MemberBack: to(Committing),
-            TimerFired: to(Committing),
         },
         Aborting: {
-            PlanAnswered: to(Aborting),
+            **dict.fromkeys(_LATER, to(Aborting)),
             CommitAnswered: to(Aborting, Stable),
             AbortAnswered: to(Aborting, Stable),
-            CallFailed: to(Aborting),
             MemberLost: to(Aborting, Stable),
-            MemberBack: to(Aborting),
-            TimerFired: to(Aborting),
         },
     },
 )
@@ -658,7 +629,6 @@ def recover(record: ReshardRecord) -> _Result:
                 highest=record.highest,
                 lost=lost,
                 waiting=members,
-                asking=frozenset(),
                 owed=owed,
             )
             aborted = Aborted(record.highest, "the controller restarted before it had decided")

@@ -50,8 +50,6 @@ class StartSequence:
     known_from: int = 0
     """Tokens before this position are not known, but their KV is imported: they stand as 0 in `tokens`."""
     sampler: Sampler = attrs.field(repr=False)
-    paused: bool = False
-    """Compute the KV, but draw no token before `Proceed`."""
 
 
 @attrs.frozen
@@ -133,7 +131,7 @@ EngineCommand: TypeAlias = (
 
 @attrs.frozen
 class Prefilled:
-    """The KV of all tokens a sequence started with is there; decoding begins (unless paused)."""
+    """The KV of all tokens a sequence started with is there; decoding begins, unless it is paused."""
 
     sequence: int
 

@@ -32,7 +32,6 @@ from kvsp_core.messages import (
     Withdrawal,
 )
 from kvsp_core.problems import Problem
-from kvsp_core.records import ReplicaRecord
 from kvsp_core.resources import CreateLease, GetBlock, Lookup, ReleaseLease, WithdrawReplica
 from kvsp_core.roles.authorization import Policy
 from kvsp_core.roles.instance_meter import Meter
@@ -456,7 +455,7 @@ class Loads:
             return prefetch.LookupFailed(directive)
         # A block whose layers are at several holders would have to be put together: it is computed.
         policy = self._policy()
-        records = (tuple(r for r in policy.trusted(replicas) if _is_whole(r)) for replicas in found)
+        records = (tuple(r for r in policy.trusted(replicas) if r.is_whole) for replicas in found)
         return prefetch.LookupAnswered(directive, tuple(records))
 
     def _fetched(
@@ -509,11 +508,6 @@ class Loads:
 
     def _report(self, job: int, event: prefetch_load.Event, now_ms: int) -> None:
         self.handle(prefetch.LoadReport(job, event), now_ms)
-
-
-def _is_whole(record: ReplicaRecord) -> bool:
-    layers = len(record.layer_digests or ()) or max(entry.layers[1] for entry in record.residency) + 1
-    return record.has_layers(0, layers - 1)
 
 
 def _lease_outcome(

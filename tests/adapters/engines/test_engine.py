@@ -115,8 +115,8 @@ def test_a_long_prompt_does_not_hold_up_a_running_answer(engine: NumpyEngine) ->
 
 
 def test_a_paused_sequence_computes_but_draws_nothing(engine: NumpyEngine) -> None:
-    start = StartSequence(sequence=1, tokens=PROMPT, cached_tokens=0, sampler=sampler(), paused=True)
-    engine.execute(start)
+    engine.execute(StartSequence(sequence=1, tokens=PROMPT, cached_tokens=0, sampler=sampler()))
+    engine.execute(Pause(1))
     events = run(engine)
     assert events[-1] == Prefilled(1)
     assert not output(events)

@@ -150,7 +150,8 @@ def test_wrong_and_mixed_octets_are_seen() -> None:
 
 def test_pause_proceed_and_abort() -> None:
     bench = Bench()
-    bench.start(paused=True)
+    bench.start()
+    bench.engine.execute(Pause(1))
     bench.world.run()
     assert bench.tokens() == []
     bench.engine.execute(Proceed(1))
