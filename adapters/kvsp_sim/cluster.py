@@ -189,16 +189,7 @@ class SimulatedCluster:
         self._overheard = witness.overheard
         witness.strangers = frozenset((STRANGER, OUTSIDER))
         self._build(policy)
-        mean_ms = who.pick((20, 60, 200))
-        self._operator = self._add_operator(mean_ms if has_operator else 10**9, who.split("operator"))
-        self._stranger = self._add_stranger(mean_ms, who.split("stranger")) if has_stranger else None
-        self._resharding = Resharding(
-            self.cluster.hosts[CONTROLLER],
-            self._places,
-            self._overheard,
-            who.split("reshards"),
-            mean_us=3_000 * mean_ms if reshards else 10**12,
-        )
+        self._add_company(who, operator=has_operator, stranger=has_stranger, reshards=reshards)
         self.rest = Rest(
             self.cluster,
             self._places,
@@ -221,6 +212,19 @@ class SimulatedCluster:
             mean_us=self._random.pick((5_000, 15_000, 50_000)),
             persisting=("controller",),
             keeping=tuple(host.name for host in self.cluster.hosts.values() if host.tiers),
+        )
+
+    def _add_company(self, random: Randomness, *, operator: bool, stranger: bool, reshards: bool) -> None:
+        """Have an operator, a stranger and contexts that are resharded, where they were drawn."""
+        mean_ms = random.pick((20, 60, 200))
+        self._operator = self._add_operator(mean_ms if operator else 10**9, random.split("operator"))
+        self._stranger = self._add_stranger(mean_ms, random.split("stranger")) if stranger else None
+        self._resharding = Resharding(
+            self.cluster.hosts[CONTROLLER],
+            self._places,
+            self._overheard,
+            random.split("reshards"),
+            mean_us=3_000 * mean_ms if reshards else 10**12,
         )
 
     def _make_liars(self) -> None:
@@ -255,7 +259,6 @@ class SimulatedCluster:
             host.lies = None
         for users in self.users:
             users.be_quiet()
-
         if self._stranger is not None:
             self._stranger.leave()
         self.cluster.hosts[OPERATOR].deliver(Instruction("settle", Operator.settle))

@@ -1,4 +1,4 @@
-"""When many things are next due: one deadline each, the earliest at hand, every change in O(log n)."""
+"""Time, as machines and roles see it: the event of a deadline, and when the next of many is due."""
 
 from __future__ import annotations
 
@@ -6,9 +6,16 @@ from collections.abc import Hashable, Iterator
 from heapq import heapify, heappop, heappush
 from typing import Generic, TypeVar
 
-__all__ = ["Alarms", "earliest"]
+import attrs
+
+__all__ = ["Alarms", "TimerFired", "earliest"]
 
 Key = TypeVar("Key", bound=Hashable)
+
+
+@attrs.frozen
+class TimerFired:
+    """A deadline may have come. Where none has, nothing happens."""
 
 
 def earliest(*deadlines_ms: int | None) -> int | None:
@@ -21,7 +28,7 @@ def earliest(*deadlines_ms: int | None) -> int | None:
 
 
 class Alarms(Generic[Key]):
-    """One deadline for each key.
+    """One deadline for each key, the earliest at hand, every change in O(log n).
 
     Keys are drawn from one ordered type; of those that are due at the same time the least comes first.
     """

@@ -19,7 +19,7 @@ from typing import Final, TypeAlias, assert_never, get_args
 import attrs
 
 from kvsp_core.limits import MAX_INSTANCES, MAX_STATUS_TTL_MS, STATE_RETRY_MS, WARM_UP_MS
-from kvsp_core.machines.alarms import Alarms
+from kvsp_core.machines.alarms import Alarms, TimerFired
 from kvsp_core.machines.table import Cell, Table, refuse, to
 from kvsp_core.problems import NOT_FOUND, STALE_EPOCH, UNAVAILABLE, Problem
 from kvsp_core.records import InstanceStatus
@@ -109,11 +109,6 @@ class ForgetInstance:
     """The instance may not report any more: where it has failed, nothing of it is kept."""
 
     instance: str
-
-
-@attrs.frozen
-class TimerFired:
-    """The deadline has come, or not yet: then nothing happens."""
 
 
 Event: TypeAlias = (

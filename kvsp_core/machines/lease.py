@@ -32,7 +32,7 @@ from kvsp_core.limits import (
     MAX_LEASE_TTL_MS,
     MAX_LEASES_PER_CLIENT,
 )
-from kvsp_core.machines.alarms import earliest
+from kvsp_core.machines.alarms import TimerFired, earliest
 from kvsp_core.machines.granted_leases import GrantedLeases, Lease
 from kvsp_core.machines.table import Table, refuse, to
 from kvsp_core.problems import LEASE_QUOTA, NOT_FOUND, Problem
@@ -162,11 +162,6 @@ class EndWithdrawal:
     """The withdrawal of a block's record was acknowledged, or cannot be."""
 
     block: str = attrs.field(repr=False)
-
-
-@attrs.frozen(kw_only=True)
-class TimerFired:
-    """The deadline has come, or not yet: then nothing happens."""
 
 
 Event: TypeAlias = (

@@ -13,6 +13,7 @@ from typing import Final, TypeAlias, assert_never, get_args
 
 import attrs
 
+from kvsp_core.machines.alarms import TimerFired
 from kvsp_core.machines.table import Table, to
 
 __all__ = [
@@ -69,11 +70,6 @@ class Answered:
 @attrs.frozen
 class Unanswered:
     """The holder did not answer what it was last asked."""
-
-
-@attrs.frozen
-class TimerFired:
-    """A deadline may have passed; a spurious one changes nothing."""
 
 
 @attrs.frozen

@@ -20,6 +20,7 @@ import attrs
 
 from kvsp_core.errors import LocalProtocolError
 from kvsp_core.limits import STATUS_RETRY_MS
+from kvsp_core.machines.alarms import TimerFired
 from kvsp_core.machines.table import Cell, Table, refuse, to
 from kvsp_core.problems import INVALID_STATE, Problem
 
@@ -129,11 +130,6 @@ class RefuseStatus:
 @attrs.frozen
 class Stop:
     """The process is asked to end."""
-
-
-@attrs.frozen
-class TimerFired:
-    """The deadline has come, or not yet: then nothing happens."""
 
 
 Event: TypeAlias = (

@@ -28,6 +28,7 @@ from kvsp_core.limits import (
     MAX_UNCOVERED_TOKENS,
     OUTPUT_WINDOW_TOKENS,
 )
+from kvsp_core.machines.alarms import TimerFired
 from kvsp_core.machines.table import Table, to
 from kvsp_core.machines.token_log import TokenLog
 from kvsp_core.problems import STALE_EPOCH, Problem
@@ -131,11 +132,6 @@ class StreamReady:
 @attrs.frozen
 class Detached:
     """The stream is gone."""
-
-
-@attrs.frozen
-class TimerFired:
-    """A deadline may have passed; a spurious one changes nothing."""
 
 
 Event: TypeAlias = (

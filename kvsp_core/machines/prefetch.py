@@ -23,7 +23,7 @@ import attrs
 
 from kvsp_core.machines import prefetch_load as load
 from kvsp_core.machines import prefetch_queue
-from kvsp_core.machines.alarms import Alarms, earliest
+from kvsp_core.machines.alarms import Alarms, TimerFired, earliest
 from kvsp_core.machines.prefetch_directive import Directive, DirectiveState, PrefetchLimits
 from kvsp_core.machines.prefetch_queue import LoadQueue
 from kvsp_core.machines.table import Table, to
@@ -139,11 +139,6 @@ class Withdraw:
     """Nobody wants this directive any more: stop loading for it, let go of what it pins, forget it."""
 
     directive: str
-
-
-@attrs.frozen
-class TimerFired:
-    """A deadline may have passed; a spurious one changes nothing."""
 
 
 Event: TypeAlias = (

@@ -31,6 +31,7 @@ from kvsp_core.limits import (
     MAX_REPLICAS_PER_KEY,
     QUARANTINE_MS,
 )
+from kvsp_core.machines.alarms import TimerFired
 from kvsp_core.machines.packed_replicas import KEY_OCTETS, Column, KindKey, PackedReplicas, Space
 from kvsp_core.machines.replica_match import Match
 from kvsp_core.machines.table import Table, refuse, to
@@ -95,11 +96,6 @@ class Lookup:
     scope_id: str = attrs.field(repr=False)
     block_keys: Sequence[str] = attrs.field(repr=False)
     holders: tuple[str, ...] = ()
-
-
-@attrs.frozen(kw_only=True)
-class TimerFired:
-    """The deadline has come, or not yet: then nothing happens."""
 
 
 Event: TypeAlias = Publish | Withdraw | Lookup | TimerFired

@@ -24,7 +24,7 @@ import attrs
 
 from kvsp_core.errors import LocalProtocolError
 from kvsp_core.limits import RESHARD_RETRY_MS
-from kvsp_core.machines.alarms import earliest
+from kvsp_core.machines.alarms import TimerFired, earliest
 from kvsp_core.machines.reshard_plan import Plan, Range, compare, joined, token_count
 from kvsp_core.machines.table import Table, to
 from kvsp_core.records import Shard, ShardMap
@@ -213,11 +213,6 @@ class MemberBack:
     """An instance that was lost reports again, in this incarnation or a later one."""
 
     instance: str
-
-
-@attrs.frozen
-class TimerFired:
-    """A deadline may have passed; a spurious one changes nothing."""
 
 
 Event: TypeAlias = (

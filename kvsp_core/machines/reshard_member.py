@@ -17,6 +17,7 @@ from typing import Final, TypeAlias, assert_never, get_args
 import attrs
 
 from kvsp_core.errors import LocalProtocolError
+from kvsp_core.machines.alarms import TimerFired
 from kvsp_core.machines.reshard_plan import Plan, Range, Transfer, intersect, joined, subtract, token_count
 from kvsp_core.machines.table import Table, to
 from kvsp_core.problems import BAD_REQUEST, PLAN_CONFLICT, Problem
@@ -147,11 +148,6 @@ class Appended:
 
     first: int
     end: int
-
-
-@attrs.frozen
-class TimerFired:
-    """A deadline may have passed; a spurious one changes nothing."""
 
 
 Event: TypeAlias = PlanReceived | CommitReceived | AbortReceived | Loaded | LoadFailed | Appended | TimerFired

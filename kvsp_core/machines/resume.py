@@ -19,6 +19,7 @@ import attrs
 
 from kvsp_core.bodies import encode
 from kvsp_core.limits import PROMPT_WAIT_MS
+from kvsp_core.machines.alarms import TimerFired
 from kvsp_core.machines.table import Table, to
 from kvsp_core.problems import CONFLICT, STALE_EPOCH, Problem
 from kvsp_core.records import SessionCheckpoint
@@ -159,11 +160,6 @@ class SessionEnded:
     """What was done for the session in this epoch is over: ended, lost to another instance, or failed."""
 
     epoch: int
-
-
-@attrs.frozen
-class TimerFired:
-    """A deadline may have passed; a spurious one changes nothing."""
 
 
 Event: TypeAlias = (

@@ -26,6 +26,7 @@ from kvsp_core.limits import (
     RESUME_WAIT_MS,
     SESSION_KEPT_MS,
 )
+from kvsp_core.machines.alarms import TimerFired
 from kvsp_core.machines.table import Table, refuse, to
 from kvsp_core.machines.token_log import TokenLog
 from kvsp_core.problems import CONFLICT, FORBIDDEN, NOT_FOUND, STALE_EPOCH, Problem
@@ -182,11 +183,6 @@ class ResumeFailed:
 @attrs.frozen
 class Close:
     """The front end has delivered the end, or gives the session up."""
-
-
-@attrs.frozen
-class TimerFired:
-    """A deadline may have passed; a spurious one changes nothing."""
 
 
 Event: TypeAlias = Open | CheckpointReceived | OwnerLost | TargetChosen | ResumeFailed | Close | TimerFired

@@ -29,6 +29,7 @@ import attrs
 
 from kvsp_core.container_header import ContainerHeader
 from kvsp_core.heads import Request, Response
+from kvsp_core.machines.alarms import TimerFired
 from kvsp_core.problems import Problem
 from kvsp_core.roles.engine import EngineCommand, EngineEvent
 
@@ -302,11 +303,6 @@ class JobFailed:
     def takes_nothing(self) -> bool:
         """Whether what the job was about is as it was, and is not to be taken for lost."""
         return self.fault is JobFault.BUSY
-
-
-@attrs.frozen
-class TimerFired:
-    """A deadline of the role may have passed. A spurious one is a no-op."""
 
 
 Input: TypeAlias = (
