@@ -54,6 +54,7 @@ __all__ = [
     "ScopedPrefix",
     "SessionInfo",
     "SessionListing",
+    "SessionMove",
     "ShardMapInfo",
     "SplitRequest",
     "decode_output_line",
@@ -185,6 +186,19 @@ class SessionInfo:
         check_integer(self.output_offset, "output_offset")
         if self.detail is not None:
             check_text(self.detail, "detail")
+
+
+@attrs.frozen(kw_only=True)
+class SessionMove:
+    """POST ext/sessions/{session}/move: the engine of its instance has failed in this epoch, so have another
+    instance go on (decision W31). Where the session has gone on already nothing changes; answered with a
+    `SessionInfo`.
+    """
+
+    epoch: int
+
+    def __attrs_post_init__(self) -> None:
+        check_integer(self.epoch, "epoch")
 
 
 @attrs.frozen(kw_only=True)

@@ -13,7 +13,7 @@ __all__ = [
     "CHECKPOINT_RETRY_MS",
     "COPY_LEASE_MS",
     "DIRECTIVE_KEPT_MS",
-    "ENGINE_FAILURE_MS",
+    "ENGINE_FAILING_MS",
     "FAULT_WITHDRAWAL_MS",
     "LEASE_QUOTA_BYTES",
     "LOOKUP_TIMEOUT_MS",
@@ -336,13 +336,12 @@ MAX_AVOIDED_INSTANCES: Final = 16
 """Instances that a request to be placed asks to avoid; more is 400."""
 
 MAX_ENGINE_FAILURES: Final = 3
-"""How often in a row an instance may end a generation with an error before it is given up with 502."""
+"""How often in a row an engine may fail: then a generation is given up with 502, and an instance whose engine
+has ended as many, with no token in between, reports that it is failing."""
 
-ENGINE_FAILURE_MS: Final = 10_000
-"""How long a front end waits for a session to move whose engine has failed after a token; then it fails with
-502. Longer than an instance is believed to be there by default: where the engine took its instance with it,
-the controller has found that out by then.
-"""
+ENGINE_FAILING_MS: Final = 30_000
+"""How long after its engine's last failure an instance that is failing says so. Then it is given work again,
+of which the first that fails has it say so once more."""
 
 SHARED_LEASE_KEYS: Final = 256
 """Blocks that an instance has leased at a time for what it loads from a holder; more are several leases."""

@@ -257,8 +257,9 @@ class InstanceStatus:
 
     `requested_state` is a state the instance asks to be in, or None. A state may be newer than this program;
     it then counts as not active. `compat_ids` (what it can compute, empty where it does not say), `seq` (the
-    number of the report within the epoch) and `numerics` are ours (decision W32). `numerics` names what
-    decides the last bits of its results: instances of one name repeat each other's tokens (CP-6).
+    number of the report within the epoch), `numerics` and `failing` are ours (decision W32). `numerics` names
+    what decides the last bits of its results: instances of one name repeat each other's tokens (CP-6).
+    `failing` is true where its engine has failed several requests in a row: others are given work first.
     """
 
     instance: str
@@ -276,6 +277,7 @@ class InstanceStatus:
     compat_ids: tuple[str, ...] = attrs.field(default=(), repr=False, metadata={"omit_empty": True})
     seq: int | None = None
     numerics: str | None = None
+    failing: bool | None = None
 
     def __attrs_post_init__(self) -> None:
         check_base_uri(self.instance, "instance")
@@ -294,6 +296,8 @@ class InstanceStatus:
         check_optional_integer(self.seq, "seq")
         if self.numerics is not None:
             check_text(self.numerics, "numerics", most=256)
+        if self.failing is not None:
+            check_boolean(self.failing, "failing")
 
 
 # Sessions ---------------------------------------------------------------------------------------------------

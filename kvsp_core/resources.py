@@ -30,6 +30,7 @@ from kvsp_core.ext_messages import (
     PlacementRequest,
     SessionInfo,
     SessionListing,
+    SessionMove,
     ShardMapInfo,
     SplitRequest,
 )
@@ -97,6 +98,7 @@ __all__ = [
     "ListLeases",
     "ListSessions",
     "Lookup",
+    "MoveSession",
     "Operation",
     "PlaceRequest",
     "PrefetchBlocks",
@@ -286,6 +288,13 @@ class DeleteSession:
 
 
 @attrs.frozen
+class MoveSession:
+    """Ours: have another instance go on with a session whose engine has failed."""
+
+    session: str = attrs.field(repr=False)
+
+
+@attrs.frozen
 class StreamOutput:
     """Ours: begin a session at its instance, or take its output up again."""
 
@@ -369,6 +378,7 @@ Operation: TypeAlias = (
     | PlaceRequest
     | GetSession
     | DeleteSession
+    | MoveSession
     | StreamOutput
     | Attend
     | ListInstances
@@ -461,6 +471,7 @@ RESOURCES: Final[tuple[Resource, ...]] = (
              PlacementRequest, 16 * _MIB, PlacementAnswer, 16 * _MIB),
     Resource(_PC, "GET", "ext/sessions/{session}", GetSession, answer=SessionInfo),
     Resource(_PC, "DELETE", "ext/sessions/{session}", DeleteSession),
+    Resource(_PC, "POST", "ext/sessions/{session}/move", MoveSession, SessionMove, 16 * _KIB, SessionInfo),
     Resource(_II, "POST", "ext/sessions/{session}/output", StreamOutput,
              OutputRequest, MAX_SESSION_BODY_BYTES,
              answer_type=LINES_MEDIA_TYPE),

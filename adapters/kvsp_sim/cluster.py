@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Final
 
 import attrs
@@ -86,6 +87,11 @@ WIRES: Final = ("messages", "h2")
 HOST: Final = "host"
 LOCAL: Final = "local-storage"
 
+_ENGINE_FAILURES: Final = MappingProxyType(
+    {**dict.fromkeys(("all", "processes"), (0.0, 0.0, 0.003)), "engines": (0.0, 0.003, 0.01)}
+)
+"""How often engines fail under a profile of faults, of which a seed draws one."""
+
 _NEIGHBOURS: Final = 8
 """To how many holders, and to how many instances, an instance reports a link."""
 
@@ -151,7 +157,7 @@ class SimulatedCluster:
             token_us=random.pick((20, 200, 2_000)),
             decode_us=random.pick((3_000, 10_000, 30_000)),
             thinking_us=random.pick((30_000, 200_000, 1_000_000)),
-            engine_failure=random.pick((0.0, 0.0, 0.003)) if "crash" in PROFILES[options.faults] else 0.0,
+            engine_failure=random.pick(often) if (often := _ENGINE_FAILURES.get(options.faults)) else 0.0,
         )
         is_http2 = options.wire == "h2"
         self._carry = Http2(self._random.split("http2")) if is_http2 else Exchange
@@ -546,6 +552,7 @@ class SimulatedCluster:
             tenants=self._scopes[:2],
             shared=self._scopes[2],
             overheard=self._overheard,
+            undisturbed=self.options.faults in ("none", "engines"),
         )
         self.users.append(users)
         self._add(

@@ -140,6 +140,8 @@ class SimulatedEngine:
         self._deliver = deliver
         self._later = later
         self._observe = observe
+        self.dead = False
+        """Whether everything it is asked for fails."""
         self._sequences: dict[int, _Sequence] = {}
         self._imported: dict[int, dict[int, bytes]] = {}
         self._handlers: dict[type, Callable[..., None]] = {
@@ -344,4 +346,4 @@ class SimulatedEngine:
         self._later(self._speed.job_us, self._deliver, JobDone(command.job_id, data=b"{}"))
 
     def _fails(self) -> bool:
-        return bool(self._speed.failure) and self._random.chance(self._speed.failure)
+        return self.dead or (bool(self._speed.failure) and self._random.chance(self._speed.failure))

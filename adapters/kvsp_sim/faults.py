@@ -28,6 +28,7 @@ PROFILES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "network": _NETWORK,
         "processes": _PROCESSES,
         "storage": _STORAGE,
+        "engines": ("engine-dies",),
         "all": (*_NETWORK, *(_PROCESSES * 3), *_STORAGE),
     }
 )
@@ -96,6 +97,7 @@ class Chaos:
             "swapped": lambda: self._storage_fault("swapped", 0.5, keeping),
             "forgotten": lambda: self._storage_fault("forgotten", 0.5, keeping),
             "full": lambda: self._storage_fault("full", 1.0, keeping),
+            "engine-dies": self._kill_engine,
         }
         self._next()
 
@@ -181,6 +183,16 @@ class Chaos:
             process.pause()
             life = process.starts
             self._later(lambda: process.proceed() if process.starts == life and process.paused else None)
+
+    def _kill_engine(self) -> None:
+        """Have everything fail that an engine is asked for, for a while: of one engine at a time."""
+        engines = [host.engine for host in self._cluster.hosts.values() if host.engine is not None]
+        if any(engine.dead for engine in engines):
+            return
+        engine = self._random.pick(engines)
+        engine.dead = True
+        self._cluster.counts["engines dead"] += 1
+        self._later(lambda: setattr(engine, "dead", False))
 
     # Network
 

@@ -5,10 +5,12 @@ ends.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Final
 
 import attrs
 
 from kvsp_core.identity import Scope
+from kvsp_core.limits import MAX_ENGINE_FAILURES
 from kvsp_core.roles.front_end import (
     Abandon,
     Generate,
@@ -20,22 +22,31 @@ from kvsp_core.roles.front_end import (
 from kvsp_sim.facts import OutputEnded, StreamOpened, TokenDelivered
 from kvsp_sim.host import Host
 from kvsp_sim.overheard import Overheard
+from kvsp_sim.property import Violation
 from kvsp_sim.randomness import Randomness
 from kvsp_sim.workload import Wish, Workload
 
 __all__ = ["Users"]
 
 
-@attrs.frozen
+_BY_OPERATORS: Final = ("the session was ended by somebody else", "no instance takes the request")
+"""What operators can do to a request, who end sessions and drain all instances."""
+
+
+@attrs.define
 class _Open:
     wish: Wish
     user: int
     life: int
+    engine_failures: int
+    """Of all engines, when it last got anywhere."""
 
 
 class Users:
     """`count` users of a front end, who think for up to `thinking_us` before each request. `tenants` and
-    `shared` are the scopes of the deployment.
+    `shared` are the scopes of the deployment. An engine that fails costs no user the output, unless engines
+    fail `MAX_ENGINE_FAILURES` times on it in a row; where engines are all that fails (`undisturbed`), nothing
+    else does either.
     """
 
     def __init__(
@@ -48,6 +59,7 @@ class Users:
         tenants: tuple[Scope, ...],
         shared: Scope,
         overheard: Overheard,
+        undisturbed: bool,
     ) -> None:
         self._workload = workload
         self._random = random
@@ -56,6 +68,7 @@ class Users:
         self._tenants = tenants
         self._shared = shared
         self._overheard = overheard
+        self._undisturbed = undisturbed
         self._host: Host
         self._open: dict[int, _Open] = {}
         self._last = 0
@@ -97,7 +110,7 @@ class Users:
         self._last += 1
         number = self._last
         host = self._host
-        self._open[number] = _Open(wish, user, host.life)
+        self._open[number] = _Open(wish, user, host.life, self._engine_failures())
         host.witness.stream_opened(number, wish.prompt)
         host.witness.observe(StreamOpened(stream=number, history=wish.history(), expected=wish.output_tokens))
         host.cluster.counts["requests"] += 1
@@ -123,7 +136,8 @@ class Users:
             self._host.deliver(Abandon(number))
 
     def _token(self, effect: TokenReady) -> None:
-        if effect.generation in self._open:
+        if opened := self._open.get(effect.generation):
+            opened.engine_failures = self._engine_failures()
             self._host.witness.observe(
                 TokenDelivered(stream=effect.generation, index=effect.index, token=effect.token)
             )
@@ -137,9 +151,21 @@ class Users:
             self._over(effect.generation)
 
     def _failed(self, effect: GenerationFailed) -> None:
-        if effect.generation in self._open:
+        if opened := self._open.get(effect.generation):
             self._host.cluster.counts[f"requests failed: {effect.detail}"] += 1
+            self._check_failed(effect, self._engine_failures() - opened.engine_failures)
             self._over(effect.generation)
+
+    def _check_failed(self, effect: GenerationFailed, engine_failures: int) -> None:
+        by_engines = "attempts failed" in effect.detail
+        if by_engines and engine_failures < MAX_ENGINE_FAILURES:
+            detail = f"engines failed {engine_failures} times, and a user was told: {effect.detail}"
+            raise Violation("engines_cost_no_output", detail)
+        if self._undisturbed and not by_engines and effect.detail not in _BY_OPERATORS:
+            raise Violation("engines_cost_no_output", f"without a cause a user was told: {effect.detail}")
+
+    def _engine_failures(self) -> int:
+        return self._host.cluster.counts["kvsp_engine_failures"]
 
     def _over(self, number: int) -> None:
         opened = self._open.pop(number)

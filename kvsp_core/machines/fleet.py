@@ -328,6 +328,11 @@ class Fleet:
         member = self._members.get(instance)
         return member is not None and member.kind is MemberKind.ACTIVE and not member.wants_drain
 
+    def is_failing(self, instance: str) -> bool:
+        """Return whether an instance says that its engine fails: others are given work first."""
+        status = self.status_of(instance)
+        return status is not None and bool(status.failing)
+
     def assignable(self) -> Iterator[InstanceStatus]:
         """Go through the statuses of all instances that may be given work."""
         for instance, member in self._members.items():

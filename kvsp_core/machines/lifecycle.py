@@ -19,7 +19,7 @@ from typing import Final, TypeAlias, assert_never, get_args
 import attrs
 
 from kvsp_core.errors import LocalProtocolError
-from kvsp_core.limits import STATUS_RETRY_MS
+from kvsp_core.limits import ENGINE_FAILING_MS, MAX_ENGINE_FAILURES, STATUS_RETRY_MS
 from kvsp_core.machines.alarms import TimerFired
 from kvsp_core.machines.table import Cell, Table, refuse, to
 from kvsp_core.problems import INVALID_STATE, Problem
@@ -40,6 +40,7 @@ __all__ = [
     "ReceiveStatusAnswer",
     "RefuseStatus",
     "Refused",
+    "ReportEngine",
     "ReportLoad",
     "SafeToStop",
     "SendStatus",
@@ -106,6 +107,13 @@ class ReportLoad:
 
 
 @attrs.frozen
+class ReportEngine:
+    """The engine has ended a sequence with an error, or has `drawn` a token."""
+
+    drawn: bool
+
+
+@attrs.frozen
 class ReceiveStatusAnswer:
     """The PC answered a status: the state it wants the instance to be in."""
 
@@ -137,6 +145,7 @@ Event: TypeAlias = (
     | CloseSession
     | ChangeState
     | ReportLoad
+    | ReportEngine
     | ReceiveStatusAnswer
     | FailStatus
     | RefuseStatus
@@ -155,6 +164,8 @@ class SendStatus:
     seq: int
     state: str
     requested_state: str | None
+    failing: bool
+    """Whether the engine has failed so often in a row that other instances are to be given work first."""
     timeout_ms: int
 
 
@@ -195,7 +206,7 @@ Effect: TypeAlias = SendStatus | AnswerState | Refused | StateEntered | SafeToSt
 # What is legal
 
 _K = InstanceKind
-_ANSWERS: Final = (FailStatus, ReportLoad, TimerFired)
+_ANSWERS: Final = (FailStatus, ReportLoad, ReportEngine, TimerFired)
 
 
 def _stays(kind: InstanceKind, *events: type) -> dict[type, Cell]:
@@ -280,6 +291,8 @@ class FrozenLifecycle:
     send_in_ms: int
     idle_for_ms: int | None
     requested: bool
+    engine_failures: int
+    failing_ms: int | None
 
 
 class InstanceLifecycle:
@@ -289,6 +302,7 @@ class InstanceLifecycle:
     the state changes, never more than one at a time. Intervals are shortened at random by up to a fifth and
     retries are spread at random, so that many instances that lost their PC do not come back in step. Where
     `sleep_after_ms` is given, next to no load for that long makes the instance ask to sleep (LC-1).
+    An engine that fails `MAX_ENGINE_FAILURES` sequences in a row is said to be failing for a while.
     `random_bytes` gives octets.
     """
 
@@ -316,6 +330,8 @@ class InstanceLifecycle:
         self._send_ms = now_ms
         self._idle_since_ms: int | None = None
         self._requested = False
+        self._engine_failures = 0  # in a row, capped
+        self._failing_until_ms: int | None = None
 
     @property
     def kind(self) -> InstanceKind:
@@ -326,6 +342,11 @@ class InstanceLifecycle:
     def sessions(self) -> int:
         """Sessions and shards it has."""
         return self._sessions
+
+    @property
+    def engine_failures(self) -> int:
+        """Sequences that the engine has failed since it drew a token, as far as they matter."""
+        return self._engine_failures
 
     def next_deadline_ms(self) -> int | None:
         """Return when to send `TimerFired` next, or None."""
@@ -351,6 +372,8 @@ class InstanceLifecycle:
                 effects.append(self._change(state))
             case ReportLoad(load):
                 self._report_load(load, now_ms)
+            case ReportEngine(drawn):
+                self._report_engine(drawn, now_ms)
             case ReceiveStatusAnswer(seq, state):
                 self._answered(seq, state, now_ms)
             case FailStatus(seq):
@@ -405,6 +428,17 @@ class InstanceLifecycle:
             self._idle_since_ms, self._requested = None, False
         elif self._idle_since_ms is None:
             self._idle_since_ms = now_ms
+
+    def _report_engine(self, drawn: bool, now_ms: int) -> None:
+        was_failing = self._is_failing(now_ms)
+        self._engine_failures = 0 if drawn else min(MAX_ENGINE_FAILURES, self._engine_failures + 1)
+        failing = self._engine_failures >= MAX_ENGINE_FAILURES
+        self._failing_until_ms = now_ms + ENGINE_FAILING_MS if failing else None
+        if failing is not was_failing:
+            self._changed, self._send_ms = True, min(self._send_ms, now_ms)
+
+    def _is_failing(self, now_ms: int) -> bool:
+        return self._failing_until_ms is not None and now_ms < self._failing_until_ms
 
     def _ask_to_sleep_ms(self) -> int | None:
         """Return when the instance will have been idle for long enough to ask, once."""
@@ -464,6 +498,7 @@ class InstanceLifecycle:
                 seq=self._seq,
                 state=self._kind.reported,
                 requested_state=InstanceKind.SLEEPING.reported if self._requested else None,
+                failing=self._is_failing(now_ms),
                 timeout_ms=max(1, self._interval_ms // 2),
             ),
         )
@@ -486,6 +521,8 @@ class InstanceLifecycle:
             send_in_ms=self._send_ms - now_ms,
             idle_for_ms=None if self._idle_since_ms is None else now_ms - self._idle_since_ms,
             requested=self._requested,
+            engine_failures=self._engine_failures,
+            failing_ms=None if self._failing_until_ms is None else self._failing_until_ms - now_ms,
         )
 
     def thaw(self, frozen: FrozenLifecycle, now_ms: int) -> None:
@@ -499,3 +536,5 @@ class InstanceLifecycle:
         self._send_ms = now_ms + frozen.send_in_ms
         self._idle_since_ms = None if frozen.idle_for_ms is None else now_ms - frozen.idle_for_ms
         self._requested = frozen.requested
+        self._engine_failures = frozen.engine_failures
+        self._failing_until_ms = None if frozen.failing_ms is None else now_ms + frozen.failing_ms

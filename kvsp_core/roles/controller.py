@@ -26,8 +26,8 @@ from kvsp_core.ext_messages import (
     PlacementRequest,
     ScopedPrefix,
     SessionListing,
+    SessionMove,
 )
-from kvsp_core.machines import fleet as fleets
 from kvsp_core.machines import session as sessions
 from kvsp_core.machines.alarms import Alarms, earliest
 from kvsp_core.machines.fleet import Fleet
@@ -48,6 +48,7 @@ from kvsp_core.resources import (
     GetShardMap,
     ListInstances,
     ListSessions,
+    MoveSession,
     Operation,
     PlaceRequest,
     PrefetchBlocks,
@@ -175,11 +176,7 @@ class Controller:
             max_resumes=settings.max_resumes,
         )
         self._placements = Placements(
-            self._work,
-            self._fleet,
-            settings.placement,
-            lambda: self.policy,
-            self._may_serve,
+            self._work, self._fleet, settings.placement, lambda: self.policy, self._may_serve
         )
         self._maps = ShardMaps(
             self._work,
@@ -347,7 +344,7 @@ class Controller:
                 self._checkpoint(asked, now_ms)
             case PlaceRequest():
                 self._place_request(asked, now_ms)
-            case GetSession() | DeleteSession():
+            case GetSession() | DeleteSession() | MoveSession():
                 self._session(asked, now_ms)
             case ListInstances():
                 infos = tuple(map(self._instance_info, self._fleet.instances()))
@@ -436,7 +433,7 @@ class Controller:
             case _ForRequest():
                 self._place_found(found.purpose, found, placement, now_ms)
             case _ForSession(session, epoch):
-                self._move_found(session, epoch, placement, now_ms)
+                self._move_found(session, epoch, found.subject, placement, now_ms)
 
     def _place_found(self, purpose: _ForRequest, found: Found, placement: Placement, now_ms: int) -> None:
         chosen = placement.chosen
@@ -451,13 +448,14 @@ class Controller:
         if chosen is None and self._placements.lacks_class(found.subject):
             self._work.emit(refuse(purpose.request_id, _NO_CLASS))
             return
+        if chosen is None or self._fleet.is_failing(chosen.instance):
+            self._wake_one(found.subject, now_ms)
         if chosen is None:
             # PL-3: a deployment that watches for this starts an instance, which gets the request, and a
             # directive to load its prefix, as soon as it reports.
             self._work.observe("kvsp_instances_wanted")
             self._waiting[purpose.request_id] = _Waiting(purpose, found.subject)
             self._alarms.set(purpose.request_id, purpose.deadline_ms)
-            self._wake_one(found.subject, now_ms)
             return
         epoch = self._fleet.epoch_of(chosen.instance)
         assert epoch is not None
@@ -490,20 +488,8 @@ class Controller:
         return ledger
 
     def _wake_one(self, subject: Subject, now_ms: int) -> None:
-        """Wake a sleeping instance that could serve this, where there is one and none is being woken."""
-        sleeping = []
-        for instance in self._fleet.instances():
-            status = self._fleet.status_of(instance)
-            if status is None or (status.compat_ids and subject.compat_id not in status.compat_ids):
-                continue
-            if not self._may_serve(instance, subject.prefixes[0].scope_id):
-                continue
-            if self._fleet.wanted_of(instance) == fleets.MemberKind.ACTIVE.value:
-                return
-            if self._fleet.kind_of(instance) is fleets.MemberKind.SLEEPING:
-                sleeping.append(instance)
-        if sleeping:
-            self._instances.wake(min(sleeping), now_ms)
+        scope_id = subject.prefixes[0].scope_id
+        self._instances.wake_one(subject.compat_id, lambda name: self._may_serve(name, scope_id), now_ms)
 
     def _prefetch(self, chosen: Candidate, reference: str, subject: Subject, match: Match) -> None:
         """Have the chosen instance load the leading blocks it does not hold (LC-2: it is active)."""
@@ -574,7 +560,7 @@ class Controller:
 
     def _session(self, asked: Asked, now_ms: int) -> None:
         operation = asked.operation
-        assert isinstance(operation, GetSession | DeleteSession)
+        assert isinstance(operation, GetSession | DeleteSession | MoveSession)
         ledger = self._sessions.get(operation.session)
         if ledger is None:
             self._work.emit(refuse(asked.request_id, _NO_SESSION))
@@ -583,7 +569,10 @@ class Controller:
         if authorize(self.policy, asked.client, operation, scope_id=scope_id, owner=owner) is not None:
             self._work.emit(refuse(asked.request_id, _NO_SESSION))  # as if there were none
             return
-        if isinstance(operation, GetSession):
+        if isinstance(operation, MoveSession):
+            assert isinstance(asked.body, SessionMove)
+            self._leave(ledger, asked.body.epoch, now_ms)
+        if not isinstance(operation, DeleteSession):
             if asked.client == owner:
                 ledger.cause = asked.traceparent or ledger.cause
                 self._sessions.ask_about(ledger)
@@ -592,6 +581,12 @@ class Controller:
         self._measure(ledger, now_ms)
         self._follow(operation.session, self._sessions.apply(ledger, sessions.Close(), now_ms))
         self._work.emit(done(asked.request_id))
+
+    def _leave(self, ledger: SessionLedger, epoch: int, now_ms: int) -> None:
+        """Have a session go on elsewhere whose engine failed in this epoch, as where its instance fails."""
+        if ledger.owner is not None and ledger.record.epoch == epoch:
+            effects = self._sessions.apply(ledger, sessions.OwnerLost(ledger.owner), now_ms)
+            self._follow(ledger.record.session, effects)
 
     def _measure(self, ledger: SessionLedger, now_ms: int) -> None:
         """Take the time the session took into the mean of its instance, where it stayed there."""
@@ -651,16 +646,21 @@ class Controller:
         )
         self._place(_ForSession(record.session, record.epoch), subject, now_ms)
 
-    def _move_found(self, session: str, epoch: int, placement: Placement, now_ms: int) -> None:
+    def _move_found(
+        self, session: str, epoch: int, subject: Subject, placement: Placement, now_ms: int
+    ) -> None:
         ledger = self._sessions.get(session)
         orphaned = sessions.SessionKind.ORPHANED
         if ledger is None or ledger.kind is not orphaned or ledger.record.epoch != epoch:
             return
-        if placement.chosen is None:
+        chosen = placement.chosen
+        if chosen is None or self._fleet.is_failing(chosen.instance):
+            self._wake_one(subject, now_ms)
+        if chosen is None:
             self._work.observe("kvsp_instances_wanted")
             self._sessions.wait(ledger, now_ms)
             return
-        instance = placement.chosen.instance
+        instance = chosen.instance
         incarnation = self._fleet.epoch_of(instance)
         assert incarnation is not None
         event = sessions.TargetChosen(Owner(instance, incarnation), self._placements.class_of(instance))

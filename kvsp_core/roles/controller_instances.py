@@ -102,7 +102,8 @@ class Instances:
     def _may_sleep(self, status: InstanceStatus) -> bool:
         if status.requested_state is None:
             return False
-        awake = sum(other.instance != status.instance for other in self._fleet.assignable())
+        others = (other for other in self._fleet.assignable() if other.instance != status.instance)
+        awake = sum(not self._fleet.is_failing(other.instance) for other in others)
         return awake >= self.min_active
 
     def change_state(self, asked: Asked, now_ms: int) -> None:
@@ -129,9 +130,22 @@ class Instances:
             self._work.emit(answer(asked.request_id, StatusAnswer(state=state)))
         self._changed = True
 
-    def wake(self, instance: str, now_ms: int) -> None:
-        """Have a sleeping instance become active."""
-        self._do(self._fleet.handle(fleets.WakeInstance(instance), now_ms), now_ms)
+    def wake_one(self, compat_id: str, may_serve: Callable[[str], bool], now_ms: int) -> None:
+        """Have a sleeping instance become active that computes this, where there is one and none is being
+        woken; one whose engine fails only where there is no other."""
+        sleeping = []
+        for instance in self._fleet.instances():
+            status = self._fleet.status_of(instance)
+            if status is None or (status.compat_ids and compat_id not in status.compat_ids):
+                continue
+            if not may_serve(instance):
+                continue
+            if self._fleet.wanted_of(instance) == fleets.MemberKind.ACTIVE.value:
+                return
+            if self._fleet.kind_of(instance) is fleets.MemberKind.SLEEPING:
+                sleeping.append((self._fleet.is_failing(instance), instance))
+        if sleeping:
+            self._do(self._fleet.handle(fleets.WakeInstance(min(sleeping)[1]), now_ms), now_ms)
 
     def tick(self, now_ms: int) -> None:
         """Let the deadlines that have come take effect."""

@@ -382,10 +382,11 @@ class Placements:
         ]
         names = [status.instance for status in statuses]
         refused = {s.instance: why for s in statuses if (why := self._refusal(s, subject))}
-        if all(name in refused or name in subject.avoid for name in names):
-            avoided: Mapping[str, str] = _NO_NAMES  # nobody else is left: better one that has failed before
-        else:
-            avoided = dict.fromkeys(subject.avoid, "it has failed this before")
+        failing = {name: "its engine fails" for name in names if self._fleet.is_failing(name)}
+        avoided: Mapping[str, str] = dict.fromkeys(subject.avoid, "it has failed this before") | failing
+        for fewer in (failing, _NO_NAMES):
+            if all(name in refused or name in avoided for name in names):
+                avoided = fewer  # nobody else is left: better one that has failed before
         return place(
             prompt,
             statuses,

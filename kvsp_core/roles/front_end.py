@@ -3,8 +3,9 @@
 A program gives it `Generate`; it asks the controller where (decision W31), streams the tokens from there, and
 gives each index out once, in order (CP-4, MG-4). When a stream ends without its end, or is silent for too
 long, it asks the controller who owns the session and takes the output up again at the next index, so that its
-client does not notice (decision W20). It sends the prompt with a session that has not begun, and again where
-an instance asks for it with 428. Once the end is delivered it closes the session.
+client does not notice (decision W20); where the engine has failed, it asks it to move the session. It sends
+the prompt with a session that has not begun, and again where an instance asks for it with 428. Once the end
+is delivered it closes the session.
 
 It serves no resource itself and keeps nothing durable: sessions of a front end that is gone run out.
 """
@@ -28,13 +29,13 @@ from kvsp_core.ext_messages import (
     PlacementRequest,
     ScopedPrefix,
     SessionInfo,
+    SessionMove,
     decode_output_line,
 )
 from kvsp_core.heads import Response
 from kvsp_core.identity import CompatibilityDescriptor, Scope
 from kvsp_core.limits import (
     CALL_TIMEOUT_MS,
-    ENGINE_FAILURE_MS,
     MAX_AVOIDED_INSTANCES,
     MAX_ENGINE_FAILURES,
     MAX_FRONT_END_RETRY_MS,
@@ -47,7 +48,15 @@ from kvsp_core.machines import assembly as out
 from kvsp_core.machines.alarms import Alarms
 from kvsp_core.problems import INCOMPATIBLE, INVALID_STATE, Problem
 from kvsp_core.records import Sampler
-from kvsp_core.resources import DeleteSession, GetSession, Operation, PlaceRequest, RoleName, StreamOutput
+from kvsp_core.resources import (
+    DeleteSession,
+    GetSession,
+    MoveSession,
+    Operation,
+    PlaceRequest,
+    RoleName,
+    StreamOutput,
+)
 from kvsp_core.roles.authorization import Policy, authorize
 from kvsp_core.roles.role import (
     AnswerForm,
@@ -176,10 +185,8 @@ class _Generation:
     """Calls in a row that led nowhere."""
     engine_failures: int = 0
     """Times in a row that an engine ended it with an error."""
-    failed_at: tuple[str, int] | None = None
-    """The instance and epoch in which the last of those was."""
-    failed_ms: int = 0
-    """When that was."""
+    failed_epoch: int | None = None
+    """In which the last of those was, after a token: another instance is to go on."""
     avoid: tuple[str, ...] = ()
     """Instances that have failed on it before there was a token, or had no room for it."""
     unplaced: str = _NO_INSTANCE
@@ -375,15 +382,14 @@ class FrontEnd:
             self._fail(generation, 504, "nobody goes on with the output")
 
     def _engine_failed(self, generation: _Generation, said: OutputEnd, now_ms: int) -> None:
-        """The engine cannot go on. Before the first token another instance may do better; after it only one
-        that the controller moves the session to. Neither is tried for long: what fails everywhere is of the
-        request."""
+        """The engine cannot go on. Before the first token the request is placed elsewhere; after it the
+        controller moves the session. Neither is tried for long: what fails everywhere is of the request."""
         generation.engine_failures += 1
-        generation.failed_at, generation.failed_ms = (generation.instance, generation.epoch), now_ms
         if generation.engine_failures >= MAX_ENGINE_FAILURES:
             detail = said.detail or "the engine failed on it"
             self._fail(generation, 502, f"{generation.engine_failures} attempts failed: {detail}")
         elif generation.output.next_index:
+            generation.failed_epoch = generation.epoch
             self._cut(generation, now_ms)
         else:
             self._hang_up(generation)
@@ -394,7 +400,7 @@ class FrontEnd:
             match effect:
                 case out.Deliver(index, token):
                     generation.since_ms, generation.failures = now_ms, 0
-                    generation.engine_failures, generation.failed_at = 0, None
+                    generation.engine_failures, generation.failed_epoch = 0, None
                     generation.prompt_wanted = False
                     self._own.append(TokenReady(generation.number, index, token))
                 case out.Finished(reason):
@@ -410,14 +416,22 @@ class FrontEnd:
     # Taking up again
 
     def _ask(self, generation: _Generation, now_ms: int) -> None:
-        """Ask the controller who owns the session; later, where asking led nowhere before."""
+        """Ask the controller to move the session, or who owns it; later, where that led nowhere before."""
         self._hang_up(generation)
         generation.stage = _Stage.ASKING
         generation.failures += 1
         if generation.failures > 1:
             self._retry(generation, now_ms)
         else:
-            self._call(generation, self._controller, GetSession(generation.session))
+            self._ask_now(generation)
+
+    def _ask_now(self, generation: _Generation) -> None:
+        session = generation.session
+        if generation.failed_epoch is None:
+            self._call(generation, self._controller, GetSession(session))
+        else:
+            move = SessionMove(epoch=generation.failed_epoch)
+            self._call(generation, self._controller, MoveSession(session), move)
 
     def _informed(self, generation: _Generation, info: SessionInfo, now_ms: int) -> None:
         if info.state == "failed":
@@ -426,13 +440,8 @@ class FrontEnd:
             self._fail(generation, 502, "the session was ended by somebody else")
         elif info.instance is None:
             self._retry(generation, now_ms)
-        elif (info.instance, info.epoch) == generation.failed_at:
-            # An engine may take its instance with it, which the controller finds out a while later.
-            if now_ms - generation.failed_ms >= ENGINE_FAILURE_MS:
-                self._fail(generation, 502, "the engine failed, and the session stays with it")
-            else:
-                self._led_nowhere(generation, now_ms)
         else:
+            generation.failed_epoch = None
             if (info.instance, info.epoch) != (generation.instance, generation.epoch):
                 generation.instance, generation.epoch = info.instance, info.epoch
                 self._work.observe("kvsp_front_end_reattached")
@@ -581,7 +590,7 @@ class FrontEnd:
         )
         generation.session, generation.stage = "", _Stage.PLACING
         # The epochs of the next session begin anew.
-        generation.output, generation.failed_at, generation.prompt_wanted = out.OutputAssembly(), None, True
+        generation.output, generation.prompt_wanted = out.OutputAssembly(), True
         if generation.unplaced_since_ms is None:
             generation.unplaced_since_ms = now_ms
         generation.unplaced = _NO_INSTANCE
@@ -634,7 +643,7 @@ class FrontEnd:
                 case _Stage.PLACING:
                     self._place(generation)
                 case _Stage.ASKING:
-                    self._call(generation, self._controller, GetSession(generation.session))
+                    self._ask_now(generation)
                 case _Stage.CLOSING:
                     self._call(generation, self._controller, DeleteSession(generation.session))
                 case _Stage.STREAMING:

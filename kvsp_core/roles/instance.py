@@ -274,10 +274,15 @@ class Instance:
             case LayerArrived():
                 if not any(each.layer_arrived(item, now_ms) for each in (self._prefetches, self._loads)):
                     self._work.emit(*self._blocks.handle(item, now_ms))
-            case (
-                engine.Prefilled() | engine.TokensDecoded() | engine.BlockComputed() | engine.SequenceEnded()
-            ):
+            case engine.Prefilled() | engine.TokensDecoded() | engine.BlockComputed():
                 self._sessions.engine_event(item, now_ms)
+                if isinstance(item, engine.TokensDecoded) and self._lifecycle.engine_failures:
+                    self._live(lifecycle.ReportEngine(drawn=True), now_ms)
+            case engine.SequenceEnded():
+                self._sessions.engine_event(item, now_ms)
+                if item.reason == "error":
+                    self._work.observe("kvsp_engine_failures")
+                    self._live(lifecycle.ReportEngine(drawn=False), now_ms)
             case TimerFired():
                 self._tick(now_ms)
             case _:
@@ -489,6 +494,7 @@ class Instance:
             compat_ids=tuple(sorted(self._models)),
             seq=effect.seq,
             numerics=settings.numerics,
+            failing=effect.failing or None,
         )
         operation = ReportStatus(component_id(self.base_uri))
         self._work.call(

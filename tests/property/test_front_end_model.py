@@ -31,6 +31,7 @@ from kvsp_core.records import Sampler
 from kvsp_core.resources import (
     DeleteSession,
     GetSession,
+    MoveSession,
     PlaceRequest,
     Refusal,
     RoleName,
@@ -202,6 +203,12 @@ class FrontEndModel(RuleBasedStateMachine):
             end = OutputEnd(end="stop", index=len(SAMPLE), epoch=self.sessions[found[1].session])
             self.put(LineReceived(found[0], encode(end)))
 
+    @rule(choice=picks, index=st.integers(0, 4))
+    def fail_engine(self, choice: int, index: int) -> None:
+        if found := self.pick(choice, StreamOutput, streaming=True):
+            end = OutputEnd(end="error", index=index, epoch=self.sessions[found[1].session])
+            self.put(LineReceived(found[0], encode(end)))
+
     @rule(choice=picks, garbage=st.binary(max_size=6))
     def send_garbage(self, choice: int, garbage: bytes) -> None:
         if found := self.pick(choice, StreamOutput, streaming=True):
@@ -220,10 +227,10 @@ class FrontEndModel(RuleBasedStateMachine):
         instance=st.none() | st.sampled_from(INSTANCES),
     )
     def inform(self, choice: int, state: str, moved: bool, instance: str | None) -> None:
-        if found := self.pick(choice, GetSession):
+        if found := self.pick(choice, GetSession, MoveSession):
             self.close(found[0])
             session = found[1].session
-            self.sessions[session] += moved
+            self.sessions[session] += moved or isinstance(found[1], MoveSession)
             self.told[session] = (instance, self.sessions[session])
             info = SessionInfo(
                 session=session,
@@ -236,7 +243,7 @@ class FrontEndModel(RuleBasedStateMachine):
 
     @rule(choice=picks, kind=st.sampled_from(PROBLEMS))
     def refuse(self, choice: int, kind: Any) -> None:
-        if found := self.pick(choice, PlaceRequest, StreamOutput, GetSession, DeleteSession):
+        if found := self.pick(choice, PlaceRequest, StreamOutput, GetSession, MoveSession, DeleteSession):
             self.close(found[0])
             self.put(AnswerReceived(found[0], *problem_response(Problem(kind))))
 
@@ -248,7 +255,7 @@ class FrontEndModel(RuleBasedStateMachine):
 
     @rule(choice=picks)
     def fail(self, choice: int) -> None:
-        found = self.pick(choice, PlaceRequest, StreamOutput, GetSession, DeleteSession)
+        found = self.pick(choice, PlaceRequest, StreamOutput, GetSession, MoveSession, DeleteSession)
         if found := found or self.pick(choice, StreamOutput, streaming=True):
             self.close(found[0])
             self.put(CallFailed(found[0], "timed out"))
@@ -292,8 +299,9 @@ class FrontEndModel(RuleBasedStateMachine):
                     ),
                     INSTANCES[0],
                 )
-            case GetSession(session):
+            case GetSession(session) | MoveSession(session):
                 self.close(number)
+                self.sessions[session] += isinstance(operation, MoveSession)
                 epoch = self.sessions[session]
                 self.told[session] = (INSTANCES[1], epoch)
                 info = SessionInfo(

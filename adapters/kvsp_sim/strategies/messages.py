@@ -147,6 +147,7 @@ statuses = st.builds(
     compat_ids=tuples(hex32, 2),
     seq=st.none() | counts,
     numerics=st.none() | texts,
+    failing=st.none() | st.booleans(),
 )
 samplers = st.builds(
     r.Sampler,
@@ -385,6 +386,7 @@ messages: Final[Mapping[type, st.SearchStrategy[Any]]] = {
         misses=tuples(_misses, 2),
     ),
     ext.SessionInfo: _sessions,
+    ext.SessionMove: st.builds(ext.SessionMove, epoch=epochs),
     ext.OutputRequest: output_requests(),
     ext.OutputToken: st.builds(ext.OutputToken, index=counts, epoch=epochs, token=tokens),
     ext.OutputEnd: st.builds(ext.OutputEnd, end=names, index=counts, epoch=epochs, detail=st.none() | texts),
@@ -444,6 +446,7 @@ _members: Final[Mapping[type, Mapping[str, st.SearchStrategy[Any]]]] = {
     res.GetDescriptor: {"compat_id": hex32},
     res.GetSession: {"session": uuids},
     res.DeleteSession: {"session": uuids},
+    res.MoveSession: {"session": uuids},
     res.StreamOutput: {"session": uuids},
     res.Attend: {"map": identifiers},
     res.ChangeInstanceState: {"instance_id": _component_ids},

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import attrs
 import pytest
 
+from kvsp_core.limits import MAX_ENGINE_FAILURES
 from kvsp_sim.cluster import SimulatedCluster
 from kvsp_sim.commands import simulate_command
 from kvsp_sim.simulate import Options, Outcome, run_seed
@@ -62,9 +63,31 @@ def test_a_seed_that_found_a_fault_holds_now(seed: int, options: Options) -> Non
     check(run_seed(seed, options))
 
 
-@pytest.mark.parametrize("faults", ["none", "network", "processes", "storage"])
+@pytest.mark.parametrize("faults", ["none", "network", "processes", "storage", "engines"])
 def test_every_profile_of_faults_holds(faults: str) -> None:
     check(run_seed(1, Options(faults=faults)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_engine_that_is_dead_attracts_no_more_requests_than_it_takes_to_see_it(seed: int) -> None:
+    """Idle as it is, it would be the cheapest for all of them."""
+    cluster = SimulatedCluster(seed, Options(faults="none", users=2), Trace())
+    cluster.cluster.processes["operator"].crash()  # who would drain the others
+    cluster.world.run(until_us=500_000)
+    dead = next(host for host in cluster.cluster.hosts.values() if host.engine is not None)
+    assert dead.engine is not None
+    dead.engine.dead = True
+    cluster.world.run(until_us=15_000_000)
+    assert cluster.counts["requests served"] > 20
+    under_way = cluster.options.users
+    assert cluster.counts["kvsp_engine_failures"] <= MAX_ENGINE_FAILURES + under_way
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("first", range(0, 300, CHUNK))
+def test_engines_that_fail_cost_no_output(first: int) -> None:
+    for seed in range(first, first + CHUNK):
+        check(run_seed(seed, Options(faults="engines", steps=4_000)))
 
 
 @pytest.mark.verify

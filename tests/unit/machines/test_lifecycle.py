@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 
 from kvsp_core.errors import LocalProtocolError
+from kvsp_core.limits import ENGINE_FAILING_MS, MAX_ENGINE_FAILURES
 from kvsp_core.machines.lifecycle import (
     LIFECYCLE,
     AnswerState,
@@ -24,6 +25,7 @@ from kvsp_core.machines.lifecycle import (
     ReceiveStatusAnswer,
     Refused,
     RefuseStatus,
+    ReportEngine,
     ReportLoad,
     SafeToStop,
     SendStatus,
@@ -99,6 +101,7 @@ def test_every_event_in_every_state(kind: InstanceKind, event_type: type, cell: 
     examples: dict[type, Event] = {
         ChangeState: ChangeState("active"),
         ReportLoad: ReportLoad(0.5),
+        ReportEngine: ReportEngine(drawn=False),
         ReceiveStatusAnswer: ReceiveStatusAnswer(subject.machine.freeze(10).seq, "active"),
         FailStatus: FailStatus(subject.machine.freeze(10).seq),
         RefuseStatus: RefuseStatus(2),
@@ -343,9 +346,42 @@ def test_without_the_setting_it_never_asks() -> None:
     assert sent(machine.handle(TimerFired(), 10**9)).requested_state is None
 
 
+# The engine
+
+
+def test_an_engine_that_fails_again_and_again_is_reported_at_once_and_for_a_while() -> None:
+    machine = started()
+    now_ms = 100
+    for _ in range(MAX_ENGINE_FAILURES - 1):
+        assert machine.handle(ReportEngine(drawn=False), now_ms) == ()
+    assert sent(machine.handle(ReportEngine(drawn=False), now_ms)).failing
+    answer(machine, "active", now_ms)
+    while now_ms < 100 + ENGINE_FAILING_MS:
+        now_ms = machine.next_deadline_ms() or 0
+        assert sent(machine.handle(TimerFired(), now_ms)).failing == (now_ms < 100 + ENGINE_FAILING_MS)
+        answer(machine, "active", now_ms)
+    # It is tried again: one more failure will do, and a token is the end of it.
+    assert sent(machine.handle(ReportEngine(drawn=False), now_ms)).failing
+    answer(machine, "active", now_ms)
+    assert not sent(machine.handle(ReportEngine(drawn=True), now_ms)).failing
+    answer(machine, "active", now_ms)
+    assert machine.engine_failures == 0
+    assert machine.handle(ReportEngine(drawn=False), now_ms) == ()
+
+
+def test_failures_with_tokens_in_between_are_those_of_requests() -> None:
+    machine = started()
+    for _ in range(2 * MAX_ENGINE_FAILURES):
+        assert machine.handle(ReportEngine(drawn=False), 100) == ()
+        assert machine.handle(ReportEngine(drawn=True), 100) == ()
+
+
 def test_a_frozen_lifecycle_goes_on_elsewhere_at_another_time() -> None:
     machine = started(sleep_after_ms=500)
     machine.handle(ReportLoad(0), 300)
+    for _ in range(MAX_ENGINE_FAILURES):
+        machine.handle(ReportEngine(drawn=False), 350)
+    answer(machine, "active", 360)
     other = instance(sleep_after_ms=500)
     other.thaw(machine.freeze(400), 70_000)
     assert other.freeze(70_000) == machine.freeze(400)

@@ -167,6 +167,7 @@ WHO = {
     "POST ext/placements": ("f", "read"),
     "GET ext/sessions/{session}": ("fo", "read"),
     "DELETE ext/sessions/{session}": ("fo", "read"),
+    "POST ext/sessions/{session}/move": ("f", "read"),
     "POST ext/sessions/{session}/output": ("f", "read"),
     "POST ext/shards": ("i", "read"),
     "PUT ext/shards": ("o", "read"),

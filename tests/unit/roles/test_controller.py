@@ -20,6 +20,7 @@ from kvsp_core.ext_messages import (
     ScopedPrefix,
     SessionInfo,
     SessionListing,
+    SessionMove,
 )
 from kvsp_core.heads import Response
 from kvsp_core.identity import CompatibilityDescriptor, component_id
@@ -44,6 +45,7 @@ from kvsp_core.resources import (
     GetSession,
     ListInstances,
     ListSessions,
+    MoveSession,
     Operation,
     PlaceRequest,
     RecordCheckpoint,
@@ -1004,6 +1006,109 @@ def test_nothing_of_the_failed_instance_takes_effect_any_more(talk: Talk) -> Non
     talk.report(A)  # it is back in the same epoch, without its sessions
     assert talk.write(placed, 5, 6, epoch=1, client=A) == "kvsp-stale-epoch"
     assert talk.write(placed, 5, 6, epoch=2, client=A) == "403"
+
+
+def move(talk: Talk, placed: PlacementAnswer, epoch: int, client: str = FE) -> SessionInfo | int:
+    code, octets = talk.ask(client, MoveSession(placed.session), SessionMove(epoch=epoch))
+    return decode(SessionInfo, octets) if code == 200 else code
+
+
+@pytest.mark.requirement("MG-1", "MG-3")
+def test_a_session_whose_engine_has_failed_goes_on_at_another_instance(talk: Talk) -> None:
+    talk.report(A)
+    placed = talk.place()
+    assert placed.instance == A
+    talk.report(B, queued=5)
+    talk.write(placed, 5, 6)
+    told = move(talk, placed, epoch=1)
+    assert isinstance(told, SessionInfo)
+    assert (told.state, told.epoch) == ("resuming", 2)
+    call = talk.call_to(B, "resume")
+    body = decode(ResumeRequest, call.body)  # type: ignore[arg-type]
+    assert body == ResumeRequest(epoch=2, checkpoint=checkpoint(placed.session, 5, 6, epoch=2))
+    durable = next(e for e in reversed(talk.effects) if isinstance(e, Persist))
+    assert talk.effects.index(durable) < talk.effects.index(call)
+    assert talk.write(placed, 5, 6, 7, client=A) == "kvsp-stale-epoch"
+    talk.reply(call, status=202)
+    assert talk.write(placed, 5, 6, epoch=2, client=B) == CheckpointRecorded(epoch=2, output_offset=2)
+
+
+@pytest.mark.requirement("MG-1")
+def test_a_session_is_moved_once_however_often_that_is_asked(talk: Talk) -> None:
+    talk.report(A)
+    talk.report(B, queued=5)
+    placed = talk.place()
+    talk.write(placed, 5)
+    for _ in range(2):
+        move(talk, placed, epoch=1)
+    assert talk.info(placed).epoch == 2
+    talk.write(placed, 5, epoch=2, client=B)
+    move(talk, placed, epoch=1)  # a late one
+    assert (talk.info(placed).epoch, talk.info(placed).state) == (2, "running")
+    move(talk, placed, epoch=3)
+    assert talk.info(placed).epoch == 2
+
+
+@pytest.mark.requirement("MG-1")
+def test_an_engine_that_fails_where_nobody_else_is_gets_its_session_again(talk: Talk) -> None:
+    talk.report(A)
+    placed = talk.place()
+    talk.write(placed, 5)
+    move(talk, placed, epoch=1)
+    assert decode(ResumeRequest, talk.call_to(A, "resume").body).epoch == 2  # type: ignore[arg-type]
+
+
+def test_an_instance_whose_engine_fails_is_given_work_only_where_no_other_takes_it(talk: Talk) -> None:
+    talk.report(A, failing=True)
+    talk.report(B, queued=9)
+    placed = talk.place()
+    assert placed.instance == B
+    why = {cost.instance: cost.refused for cost in placed.candidates}
+    assert why == {A: "its engine fails", B: None}
+    assert talk.place(avoid=(B,)).instance == B  # it has failed one request, A has failed many
+    talk.report(B, failing=True)
+    assert talk.place().instance == A  # it may have recovered; nobody else is left
+    talk.report(A, failing=False)
+    assert talk.place().instance == A
+
+
+def test_a_healthy_instance_is_woken_where_only_one_is_awake_whose_engine_fails(talk: Talk) -> None:
+    talk.report(A)
+    talk.report(C)
+    assert talk.report(B, state="sleeping", failing=True) == "sleeping"
+    assert talk.report(C, requested_state="sleeping") == "draining"
+    talk.reply(talk.call_to(C, "state"), StatusAnswer(state="sleeping"))
+    talk.report(C, state="sleeping")
+    talk.report(A, failing=True)
+    assert talk.place().instance == A
+    assert decode(StateChange, talk.call_to(C, "state").body).state == "active"  # type: ignore[arg-type]
+    assert talk.report(C, state="active") == "active"
+    assert talk.place().instance == C
+    assert talk.report(C, requested_state="sleeping") == "active"  # whose engine fails counts as no other
+
+
+def test_for_a_session_that_nobody_takes_over_a_sleeping_instance_is_woken(talk: Talk) -> None:
+    talk.report(A)
+    placed = talk.place()
+    talk.write(placed, 5)
+    talk.report(B, state="sleeping", ttl_ms=60_000)
+    talk.pass_time(3001)
+    assert decode(StateChange, talk.call_to(B, "state").body).state == "active"  # type: ignore[arg-type]
+    talk.report(B)
+    assert decode(ResumeRequest, talk.call_to(B, "resume").body).epoch == 2  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("client", [FE_TOO, OTHER_FE, A])
+def test_a_session_is_moved_for_who_opened_it_only(talk: Talk, client: str) -> None:
+    talk.report(A)
+    placed = talk.place()
+    talk.write(placed, 5)
+    assert move(talk, placed, epoch=1, client=client) in (403, 404)
+    assert talk.info(placed).epoch == 1
+    talk.ask(FE, DeleteSession(placed.session))
+    told = move(talk, placed, epoch=1)
+    assert isinstance(told, SessionInfo)
+    assert told.state == "finished"
 
 
 @pytest.mark.requirement("MG-1")

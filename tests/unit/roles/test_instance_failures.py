@@ -8,8 +8,8 @@ import attrs
 import pytest
 
 from kvsp_core.bodies import decode
-from kvsp_core.ext_messages import AttendRequest, OutputRequest
-from kvsp_core.limits import CALL_TIMEOUT_MS, UNREACHABLE_MS
+from kvsp_core.ext_messages import AttendRequest, OutputRequest, OutputToken
+from kvsp_core.limits import CALL_TIMEOUT_MS, MAX_ENGINE_FAILURES, UNREACHABLE_MS
 from kvsp_core.machines.prefetch import PrefetchLimits
 from kvsp_core.messages import (
     FetchRange,
@@ -24,6 +24,7 @@ from kvsp_core.messages import (
     StatusAnswer,
 )
 from kvsp_core.problems import LEASE_QUOTA, NOT_FOUND, STALE_EPOCH, UNAVAILABLE, Problem
+from kvsp_core.records import InstanceStatus
 from kvsp_core.resources import (
     Attend,
     ChangeState,
@@ -384,6 +385,51 @@ def test_a_block_that_does_not_come_out_of_the_engine_is_done_without() -> None:
 
 
 # Sessions
+
+
+def test_an_engine_that_fails_every_sequence_is_reported_until_it_draws_a_token() -> None:
+    world = World(batch_size=4)
+    world.answer_status()
+
+    def begins_and_fails(number: int) -> None:
+        world.begin(PROMPT, session=SESSION[:-1] + str(number))
+        world.run_jobs()
+        world.do(engine.SequenceEnded(world.sequence(), "error"))
+
+    def reports() -> bool | None:
+        ((_, status),) = world.calls(ReportStatus)
+        assert isinstance(status.call.body, bytes)
+        return decode(InstanceStatus, status.call.body).failing
+
+    for number in range(MAX_ENGINE_FAILURES):
+        assert world.calls(ReportStatus) == []
+        begins_and_fails(number)
+    assert reports()
+    world.answer_status()
+    world.begin(PROMPT, session=SESSION[:-1] + "9")
+    world.run_jobs()
+    world.do(engine.TokensDecoded(world.sequence(), 0, (5,)))
+    assert reports() is None
+    assert len(world.observed("kvsp_engine_failures")) == MAX_ENGINE_FAILURES
+
+
+@pytest.mark.requirement("MG-2", "MG-3")
+def test_a_session_whose_engine_has_failed_can_come_back_in_its_next_epoch() -> None:
+    world = begun()
+    world.do(engine.TokensDecoded(world.sequence(), 0, (5,)))
+    world.do(engine.SequenceEnded(world.sequence(), "error"))
+    world.acknowledge_checkpoints()
+    before = world.sequence()
+    resumed = attrs.evolve(checkpoint((5,)), epoch=2)
+    request, _ = world.ask(PC, ResumeSession(SESSION), ResumeRequest(epoch=2, checkpoint=resumed))
+    assert world.status_of(request) == 202
+    world.load(*KEYS)
+    world.run_jobs()
+    world.acknowledge_checkpoints()
+    assert world.sequence() > before
+    stream, _ = world.ask(FE, StreamOutput(SESSION), OutputRequest(from_index=1, epoch=2))
+    world.do(engine.TokensDecoded(world.sequence(), 1, (6,)))
+    assert world.lines(stream) == [OutputToken(index=1, epoch=2, token=6)]
 
 
 def test_an_import_that_the_engine_refuses_ends_the_prefix_before_it() -> None:
