@@ -16,7 +16,7 @@ from typing import Final, TypeAlias, assert_never, get_args
 import attrs
 
 from kvsp_core.limits import MAX_EARLY_TOKENS
-from kvsp_core.machines.table import Table, to
+from kvsp_core.machines.table import Table, stays, to
 from kvsp_core.machines.token_log import TokenLog
 
 __all__ = [
@@ -130,8 +130,8 @@ TABLE: Final = Table(
             EndArrived: to(_K.ENDING, _K.OPEN, _K.FINISHED, _K.FAILED),
             StreamCut: to(_K.OPEN),
         },
-        _K.FINISHED: {event: to(_K.FINISHED) for event in (TokenArrived, EndArrived, StreamCut)},
-        _K.FAILED: {event: to(_K.FAILED) for event in (TokenArrived, EndArrived, StreamCut)},
+        _K.FINISHED: stays(_K.FINISHED, *get_args(Event)),
+        _K.FAILED: stays(_K.FAILED, *get_args(Event)),
     },
 )
 

@@ -20,7 +20,7 @@ import attrs
 
 from kvsp_core.limits import MAX_INSTANCES, MAX_STATUS_TTL_MS, STATE_RETRY_MS, WARM_UP_MS
 from kvsp_core.machines.alarms import Alarms, TimerFired
-from kvsp_core.machines.table import Cell, Table, refuse, to
+from kvsp_core.machines.table import Cell, Table, refuse, stays, to
 from kvsp_core.problems import NOT_FOUND, STALE_EPOCH, UNAVAILABLE, Problem
 from kvsp_core.records import InstanceStatus
 
@@ -210,8 +210,8 @@ _REPORTS: Final[Mapping[type, Cell]] = MappingProxyType({ReceiveStatus: to(*_ALI
 
 def _row(kind: MemberKind, *, expires: bool) -> dict[type, Cell]:
     unchanged = (DrainInstance, WakeInstance, EndStateRequest, ForgetInstance)
-    stays: dict[type, Cell] = {event: to(kind) for event in unchanged}
-    return {**_REPORTS, **stays} | {TimerFired: to(kind, _M.FAILED) if expires else to(kind)}
+    timer = to(kind, _M.FAILED) if expires else to(kind)
+    return {**_REPORTS, **stays(kind, *unchanged), TimerFired: timer}
 
 
 _LOST: Final[Mapping[type, Cell]] = MappingProxyType(

@@ -21,7 +21,7 @@ import attrs
 from kvsp_core.errors import LocalProtocolError
 from kvsp_core.limits import ENGINE_FAILING_MS, MAX_ENGINE_FAILURES, STATUS_RETRY_MS
 from kvsp_core.machines.alarms import TimerFired
-from kvsp_core.machines.table import Cell, Table, refuse, to
+from kvsp_core.machines.table import Table, refuse, stays, to
 from kvsp_core.problems import INVALID_STATE, Problem
 
 __all__ = [
@@ -209,10 +209,6 @@ _K = InstanceKind
 _ANSWERS: Final = (FailStatus, ReportLoad, ReportEngine, TimerFired)
 
 
-def _stays(kind: InstanceKind, *events: type) -> dict[type, Cell]:
-    return {event: to(kind) for event in events}
-
-
 LIFECYCLE: Final = Table(
     "lifecycle",
     states=tuple(InstanceKind),
@@ -223,7 +219,7 @@ LIFECYCLE: Final = Table(
             ReceiveStatusAnswer: to(_K.ACTIVE, _K.DRAINING, _K.SLEEPING),
             RefuseStatus: to(_K.FENCED),
             Stop: to(_K.STOPPING, _K.STOPPED),
-            **_stays(_K.ACTIVE, OpenSession, CloseSession, *_ANSWERS),
+            **stays(_K.ACTIVE, OpenSession, CloseSession, *_ANSWERS),
         },
         _K.DRAINING: {
             OpenSession: refuse(INVALID_STATE),
@@ -231,30 +227,30 @@ LIFECYCLE: Final = Table(
             ChangeState: to(_K.DRAINING, _K.ACTIVE),
             RefuseStatus: to(_K.FENCED),
             Stop: to(_K.STOPPING),
-            **_stays(_K.DRAINING, ReceiveStatusAnswer, *_ANSWERS),
+            **stays(_K.DRAINING, ReceiveStatusAnswer, *_ANSWERS),
         },
         _K.SLEEPING: {
             OpenSession: refuse(INVALID_STATE),
             ChangeState: to(_K.SLEEPING, _K.ACTIVE),
             RefuseStatus: to(_K.FENCED),
             Stop: to(_K.STOPPED),
-            **_stays(_K.SLEEPING, ReceiveStatusAnswer, *_ANSWERS),
+            **stays(_K.SLEEPING, ReceiveStatusAnswer, *_ANSWERS),
         },
         _K.STOPPING: {
             OpenSession: refuse(INVALID_STATE),
             CloseSession: to(_K.STOPPING, _K.STOPPED),
             RefuseStatus: to(_K.FENCED),
-            **_stays(_K.STOPPING, ChangeState, Stop, ReceiveStatusAnswer, *_ANSWERS),
+            **stays(_K.STOPPING, ChangeState, Stop, ReceiveStatusAnswer, *_ANSWERS),
         },
         _K.STOPPED: {
             OpenSession: refuse(INVALID_STATE),
             RefuseStatus: to(_K.FENCED),
-            **_stays(_K.STOPPED, ChangeState, Stop, ReceiveStatusAnswer, *_ANSWERS),
+            **stays(_K.STOPPED, ChangeState, Stop, ReceiveStatusAnswer, *_ANSWERS),
         },
         _K.FENCED: {
             OpenSession: refuse(INVALID_STATE),
             ChangeState: refuse(INVALID_STATE),
-            **_stays(_K.FENCED, CloseSession, ReceiveStatusAnswer, RefuseStatus, Stop, *_ANSWERS),
+            **stays(_K.FENCED, CloseSession, ReceiveStatusAnswer, RefuseStatus, Stop, *_ANSWERS),
         },
     },
 )

@@ -29,7 +29,7 @@ from kvsp_core.limits import (
     OUTPUT_WINDOW_TOKENS,
 )
 from kvsp_core.machines.alarms import TimerFired
-from kvsp_core.machines.table import Table, to
+from kvsp_core.machines.table import Table, stays, to
 from kvsp_core.machines.token_log import TokenLog
 from kvsp_core.problems import STALE_EPOCH, Problem
 
@@ -207,32 +207,32 @@ TABLE: Final = Table(
     cells={
         _K.NEW: {
             Begin: to(_K.OPENING),
-            **{event: to(_K.NEW) for event in _ANY_TIME},
+            **stays(_K.NEW, *_ANY_TIME),
         },
         _K.OPENING: {
             Decoded: to(_K.OPENING),
             EngineEnded: to(_K.OPENING),
             CheckpointAcknowledged: to(_K.OPEN, _K.ENDING, _K.ENDED, _K.LOST, _K.OPENING),
             CheckpointRefused: to(_K.LOST),
-            **{event: to(_K.OPENING) for event in (CheckpointFailed, *_ANY_TIME)},
+            **stays(_K.OPENING, CheckpointFailed, *_ANY_TIME),
         },
         _K.OPEN: {
             Decoded: to(_K.OPEN),
             EngineEnded: to(_K.ENDING, _K.ENDED),
             CheckpointAcknowledged: to(_K.OPEN, _K.LOST),
             CheckpointRefused: to(_K.LOST),
-            **{event: to(_K.OPEN) for event in (CheckpointFailed, *_ANY_TIME)},
+            **stays(_K.OPEN, CheckpointFailed, *_ANY_TIME),
         },
         _K.ENDING: {
             CheckpointAcknowledged: to(_K.ENDING, _K.ENDED, _K.LOST),
             CheckpointRefused: to(_K.LOST),
-            **{event: to(_K.ENDING) for event in (CheckpointFailed, *_ANY_TIME)},
+            **stays(_K.ENDING, CheckpointFailed, *_ANY_TIME),
         },
         _K.ENDED: {
-            **{event: to(_K.ENDED) for event in (*_ANSWERS, *_ANY_TIME)},
+            **stays(_K.ENDED, *_ANSWERS, *_ANY_TIME),
         },
         _K.LOST: {
-            **{event: to(_K.LOST) for event in (Decoded, EngineEnded, *_ANSWERS, *_ANY_TIME)},
+            **stays(_K.LOST, Decoded, EngineEnded, *_ANSWERS, *_ANY_TIME),
         },
     },
 )

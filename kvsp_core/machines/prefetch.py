@@ -26,7 +26,7 @@ from kvsp_core.machines import prefetch_queue
 from kvsp_core.machines.alarms import Alarms, TimerFired, earliest
 from kvsp_core.machines.prefetch_directive import Directive, DirectiveState, PrefetchLimits
 from kvsp_core.machines.prefetch_queue import LoadQueue
-from kvsp_core.machines.table import Table, to
+from kvsp_core.machines.table import Table, stays, to
 from kvsp_core.messages import DirectiveStatus, PrefetchDirective
 from kvsp_core.problems import CONFLICT, TOO_LARGE, UNAVAILABLE, Problem
 from kvsp_core.records import ReplicaRecord
@@ -247,7 +247,7 @@ TABLE: Final = Table(
     events=_EVENTS,
     cells={
         # Completions of what was given up come late and change nothing.
-        _ABSENT: {**dict.fromkeys(_EVENTS, to(_ABSENT)), Submit: to(_ABSENT, _PENDING, *_ENDED)},
+        _ABSENT: {**stays(_ABSENT, *_EVENTS), Submit: to(_ABSENT, _PENDING, *_ENDED)},
         _PENDING: {
             **dict.fromkeys(_EVENTS, to(_PENDING, *_ENDED)),
             Submit: to(_PENDING),
@@ -259,7 +259,7 @@ TABLE: Final = Table(
         # A terminal state stays until the directive is forgotten.
         **{
             ended: {
-                **dict.fromkeys(_EVENTS, to(ended)),
+                **stays(ended, *_EVENTS),
                 Withdraw: to(_ABSENT),
                 TimerFired: to(ended, _ABSENT),
             }

@@ -16,7 +16,7 @@ import attrs
 
 from kvsp_core.machines import retrieval
 from kvsp_core.machines.retrieval import CancelFetch, Fetch, Part, ReportBad, Retrieval
-from kvsp_core.machines.table import Table, to
+from kvsp_core.machines.table import Table, stays, to
 
 __all__ = [
     "TABLE",
@@ -164,12 +164,12 @@ TABLE: Final = Table(
         },
         # What is being stored becomes resident whether somebody waits or not.
         _STORING: {
-            **dict.fromkeys(_LATE, to(_STORING)),
+            **stays(_STORING, *_LATE),
             Stored: to(_OVER),
             StoreFailed: to(_OVER),
             Cancel: to(_STORING),
         },
-        _OVER: {**dict.fromkeys(_LATE, to(_OVER)), Cancel: to(_OVER)},
+        _OVER: {**stays(_OVER, *_LATE), Cancel: to(_OVER)},
     },
 )
 

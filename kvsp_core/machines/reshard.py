@@ -26,7 +26,7 @@ from kvsp_core.errors import LocalProtocolError
 from kvsp_core.limits import RESHARD_RETRY_MS
 from kvsp_core.machines.alarms import TimerFired, earliest
 from kvsp_core.machines.reshard_plan import Plan, Range, compare, joined, token_count
-from kvsp_core.machines.table import Table, to
+from kvsp_core.machines.table import Table, stays, to
 from kvsp_core.records import Shard, ShardMap
 
 __all__ = [
@@ -292,20 +292,20 @@ TABLE: Final = Table(
     states=(Stable, Preparing, Committing, Aborting),
     events=_EVENTS,
     cells={
-        Stable: {**dict.fromkeys(_LATER, to(Stable)), Begin: to(Preparing)},
+        Stable: {**stays(Stable, *_LATER), Begin: to(Preparing)},
         Preparing: {
-            **dict.fromkeys(_LATER, to(Preparing)),
+            **stays(Preparing, *_LATER),
             PlanAnswered: to(Preparing, Committing, Aborting),
             MemberLost: to(Preparing, Aborting),
             TimerFired: to(Preparing, Aborting),
         },
         Committing: {
-            **dict.fromkeys(_LATER, to(Committing)),
+            **stays(Committing, *_LATER),
             CommitAnswered: to(Committing, Stable),
             MemberLost: to(Committing, Stable),
         },
         Aborting: {
-            **dict.fromkeys(_LATER, to(Aborting)),
+            **stays(Aborting, *_LATER),
             CommitAnswered: to(Aborting, Stable),
             AbortAnswered: to(Aborting, Stable),
             MemberLost: to(Aborting, Stable),

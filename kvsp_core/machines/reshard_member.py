@@ -19,7 +19,7 @@ import attrs
 from kvsp_core.errors import LocalProtocolError
 from kvsp_core.machines.alarms import TimerFired
 from kvsp_core.machines.reshard_plan import Plan, Range, Transfer, intersect, joined, subtract, token_count
-from kvsp_core.machines.table import Table, to
+from kvsp_core.machines.table import Table, stays, to
 from kvsp_core.problems import BAD_REQUEST, PLAN_CONFLICT, Problem
 
 __all__ = [
@@ -212,27 +212,21 @@ class Release:
 
 Effect: TypeAlias = Answer | AnswerWaiting | LoadRanges | StopLoading | Discard | Adopt | Release
 
+_EVENTS: Final = get_args(Event)
+
 TABLE: Final = Table(
     "reshard member",
     states=(Outside, Owner, Loading, Prepared),
-    events=get_args(Event),
+    events=_EVENTS,
     cells={
         Outside: {
+            **stays(Outside, CommitReceived, AbortReceived, Loaded, LoadFailed, TimerFired),
             PlanReceived: to(Outside, Loading, Prepared),
-            CommitReceived: to(Outside),
-            AbortReceived: to(Outside),
-            Loaded: to(Outside),
-            LoadFailed: to(Outside),
-            TimerFired: to(Outside),
         },
         Owner: {
+            **stays(Owner, *_EVENTS),
             PlanReceived: to(Owner, Loading, Prepared),
             CommitReceived: to(Owner, Outside),
-            AbortReceived: to(Owner),
-            Loaded: to(Owner),
-            LoadFailed: to(Owner),
-            Appended: to(Owner),
-            TimerFired: to(Owner),
         },
         Loading: {
             PlanReceived: to(Loading, Prepared),
@@ -244,13 +238,10 @@ TABLE: Final = Table(
             TimerFired: to(Loading, Outside, Owner),
         },
         Prepared: {
+            **stays(Prepared, *_EVENTS),
             PlanReceived: to(Loading, Prepared),
             CommitReceived: to(Prepared, Outside, Owner),
             AbortReceived: to(Prepared, Outside, Owner),
-            Loaded: to(Prepared),
-            LoadFailed: to(Prepared),
-            Appended: to(Prepared),
-            TimerFired: to(Prepared),
         },
     },
 )

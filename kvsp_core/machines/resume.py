@@ -20,7 +20,7 @@ import attrs
 from kvsp_core.bodies import encode
 from kvsp_core.limits import PROMPT_WAIT_MS
 from kvsp_core.machines.alarms import TimerFired
-from kvsp_core.machines.table import Table, to
+from kvsp_core.machines.table import Table, stays, to
 from kvsp_core.problems import CONFLICT, STALE_EPOCH, Problem
 from kvsp_core.records import SessionCheckpoint
 
@@ -233,7 +233,7 @@ TABLE: Final = Table(
         Absent: {
             BeginReceived: to(Serving, Absent),
             ResumeReceived: to(Loading, Absent),
-            **{event: to(Absent) for event in (BlocksLoaded, SessionEnded, TimerFired)},
+            **stays(Absent, BlocksLoaded, SessionEnded, TimerFired),
         },
         Loading: {
             BeginReceived: to(Loading, Serving),
@@ -263,7 +263,7 @@ TABLE: Final = Table(
         Ended: {
             BeginReceived: to(Ended, Serving),
             ResumeReceived: to(Ended, Loading),
-            **{event: to(Ended) for event in (BlocksLoaded, PromptReceived, SessionEnded, TimerFired)},
+            **stays(Ended, BlocksLoaded, PromptReceived, SessionEnded, TimerFired),
         },
     },
 )

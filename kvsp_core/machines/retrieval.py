@@ -20,7 +20,7 @@ import attrs
 
 from kvsp_core.container import ContainerHeader, replica_digest
 from kvsp_core.errors import LocalProtocolError
-from kvsp_core.machines.table import Table, to
+from kvsp_core.machines.table import Table, stays, to
 from kvsp_core.records import ReplicaRecord
 from kvsp_core.registries import RAW_CODEC
 
@@ -232,12 +232,8 @@ TABLE: Final = Table(
             Cancel: to(_UNAVAILABLE),
         },
         # What was on its way when it ended changes nothing any more.
-        _COMPLETE: {
-            kind: to(_COMPLETE) for kind in (LayersArrived, BlockEnded, Refused, FetchFailed, Cancel)
-        },
-        _UNAVAILABLE: {
-            kind: to(_UNAVAILABLE) for kind in (LayersArrived, BlockEnded, Refused, FetchFailed, Cancel)
-        },
+        _COMPLETE: stays(_COMPLETE, LayersArrived, BlockEnded, Refused, FetchFailed, Cancel),
+        _UNAVAILABLE: stays(_UNAVAILABLE, LayersArrived, BlockEnded, Refused, FetchFailed, Cancel),
     },
 )
 

@@ -27,7 +27,7 @@ from kvsp_core.limits import (
     SESSION_KEPT_MS,
 )
 from kvsp_core.machines.alarms import TimerFired
-from kvsp_core.machines.table import Table, refuse, to
+from kvsp_core.machines.table import Table, refuse, stays, to
 from kvsp_core.machines.token_log import TokenLog
 from kvsp_core.problems import CONFLICT, FORBIDDEN, NOT_FOUND, STALE_EPOCH, Problem
 from kvsp_core.records import Sampler, SessionCheckpoint
@@ -318,11 +318,11 @@ TABLE: Final = Table(
         },
         _K.CLOSED: {
             CheckpointReceived: refuse(NOT_FOUND),
-            **{event: to(_K.CLOSED) for event in (OwnerLost, ResumeFailed, Close, TimerFired)},
+            **stays(_K.CLOSED, OwnerLost, ResumeFailed, Close, TimerFired),
         },
         _K.FAILED: {
             CheckpointReceived: refuse(NOT_FOUND),
-            **{event: to(_K.FAILED) for event in (OwnerLost, ResumeFailed, TimerFired)},
+            **stays(_K.FAILED, OwnerLost, ResumeFailed, TimerFired),
             Close: to(_K.CLOSED),
         },
     },

@@ -17,7 +17,19 @@ import attrs
 from kvsp_core.errors import LocalProtocolError
 from kvsp_core.problems import ProblemType
 
-__all__ = ["ILLEGAL", "Cell", "Illegal", "Kind", "Legal", "Refused", "Table", "name_of", "refuse", "to"]
+__all__ = [
+    "ILLEGAL",
+    "Cell",
+    "Illegal",
+    "Kind",
+    "Legal",
+    "Refused",
+    "Table",
+    "name_of",
+    "refuse",
+    "stays",
+    "to",
+]
 
 Kind: TypeAlias = Hashable | type
 """A kind of state: a frozen class of the machine's State union, or a member of its StateKind enumeration."""
@@ -49,6 +61,11 @@ ILLEGAL: Final = Illegal()
 def to(*kinds: Kind) -> Legal:
     """Return the cell of an event that is legal and leads to one of these kinds of state."""
     return Legal(kinds)
+
+
+def stays(kind: Kind, *events: type) -> dict[type, Cell]:
+    """Return the cells of events that are legal in this kind of state and do not lead out of it."""
+    return dict.fromkeys(events, to(kind))
 
 
 def refuse(problem: ProblemType) -> Refused:
