@@ -207,9 +207,9 @@ class IndexIsCurrent(Property):
         """Return the records that may be given out."""
         return frozenset((*record, until - now_ms) for record, until in self._live(now_ms))
 
-    def listed(self, now_ms: int) -> set[tuple[str, Hashable]]:
+    def listed(self, now_ms: int) -> list[tuple[str, Hashable]]:
         """Return the holder and the block of each record that may be given out."""
-        return {record for record, _ in self._live(now_ms)}
+        return [record for record, _ in self._live(now_ms)]
 
     def _live(self, now_ms: int) -> Iterator[tuple[tuple[str, Hashable], int]]:
         for block, records in self._until_ms.items():
