@@ -149,7 +149,7 @@ class SimulatedCluster:
         self._times = _Times(
             status_ttl_ms=random.pick((200, 500, 1_500)),
             replica_ttl_ms=random.pick((1_000, 3_000, 8_000)),
-            lease_ms=random.pick((1_000, 2_000, 3_000)),
+            lease_ms=random.pick((1_000, 1_000, 2_000)),
             call_ms=random.pick((50, 150, 500)),
         )
         random = self._random.split("pace")
@@ -202,6 +202,7 @@ class SimulatedCluster:
             self.properties,
             room=2 * (self._own_bytes // block.size_bytes),
             lists_all=self._scarcity.lists_all,
+            sees_records_expire=self._random.split("rest").chance(0.3),
         )
         """What has to be true once all has healed."""
         for process in self.cluster.processes.values():

@@ -47,11 +47,19 @@ _read_session = msgspec.json.Decoder(_Session).decode
 
 class Rest:
     """Says what is missing of the rest of a deployment. An instance has room for so many blocks (`room`), and
-    where the index has room for the records of all, it `lists_all`.
+    where the index has room for the records of all, it `lists_all`. It takes long until the records of what
+    was lost have expired: not every run `sees_records_expire`.
     """
 
     def __init__(
-        self, cluster: Cluster, places: Places, properties: Properties, *, room: int, lists_all: bool
+        self,
+        cluster: Cluster,
+        places: Places,
+        properties: Properties,
+        *,
+        room: int,
+        lists_all: bool,
+        sees_records_expire: bool,
     ) -> None:
         self._world = cluster.world
         self._hosts = cluster.hosts
@@ -60,6 +68,7 @@ class Rest:
         self._properties = properties
         self._room = room
         self._lists_all = lists_all
+        self._sees_records_expire = sees_records_expire
         self._since_us: int | None = None
         looks: tuple[Callable[[], Iterator[str]], ...] = (
             self._unowned,
@@ -132,7 +141,7 @@ class Rest:
 
     def _not_held(self) -> Iterator[str]:
         """Who has a record has the block, but for what a tier lost and nobody has noticed."""
-        for holder, key in self._listed():
+        for holder, key in self._listed() if self._sees_records_expire else ():
             host = self._hosts[holder]
             unnoticed = any(name.block_key == key for tier in host.tiers.values() for name in tier.forgotten)
             if key not in self._held(host) and not unnoticed:

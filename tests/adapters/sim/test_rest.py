@@ -24,6 +24,7 @@ SEED = 0
 
 def at_rest() -> SimulatedCluster:
     cluster = SimulatedCluster(SEED, Options(faults="none"), Trace())
+    cluster.rest._sees_records_expire = True
     cluster.world.run(steps=2_000)
     cluster.heal()
     for _ in range(60):
