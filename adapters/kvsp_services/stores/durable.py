@@ -10,7 +10,8 @@ nor tokens. One process has a file at a time; another can back it up while it is
 
 A backup, and a file that was closed in order, need no write-ahead log and say so in their header; a file in
 use, or left by a crash, does not. So a log that is found beside the former belongs to another file. So does
-a rollback journal beside any file: none is ever written here.
+a rollback journal beside any file: none is ever written here. The `.lock` beside a file says whether a store
+was begun in it, so that one that lost all its octets is not taken for a new one.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ MIGRATIONS: Final[tuple[str, ...]] = (
 """The statements that lead from each schema version to the next; the version is their number."""
 
 _BUSY_S: Final = 5
+_BEGUN: Final = b"a store was begun in the file beside this one\n"
 _OWNER_CONTEXT: Final = b"owner"
 _WITHOUT_LOG: Final = "PRAGMA journal_mode = MEMORY"
 """Without a log only the header of a file is changed: a rollback journal would protect nothing, and would
@@ -62,7 +64,7 @@ class DurableStore:
 
     `owner` is the base URI of the role; a file of another role is refused. Raises `StorageError` where the
     file is in use, of a newer version, of another owner, or does not open with the storage key; where it is
-    gone but was there before; and where the write-ahead log or rollback journal beside it is another file's.
+    gone, or empty, but was there before; and where the write-ahead log or rollback journal beside it is another file's.
     """
 
     def __init__(self, path: Path, storage_key: bytes, owner: str) -> None:
@@ -76,6 +78,7 @@ class DurableStore:
             self._lock = _lock(path, f"{path} is in use by another process; stop that first")
         try:
             _check_logs(path)
+            _check_begun(path, self._lock)
             self._database = _connect(path)
         except BaseException:
             os.close(self._lock)
@@ -88,6 +91,8 @@ class DurableStore:
             self._sealer = Sealer(derive_key(storage_key, "durable state", salt))
             self._check_owner(path, owner)
             self._identities = self._identify()
+            with _storage_errors(path):
+                _note_begun(path, self._lock)
         except BaseException:
             self.close()
             raise
@@ -235,6 +240,8 @@ def back_up(path: Path, target: Path) -> None:
     storage key. Where that fails there is no such file. Raises `OSError` where it cannot be made."""
     if not path.exists():
         raise StorageError(f"{path} does not exist")
+    if path.is_file() and not _holds_something(path):
+        raise StorageError(f"{path} is empty; there is nothing to back up")
     _check_logs(path)
     _copy(path, target)
 
@@ -351,6 +358,30 @@ def _check_logs(path: Path) -> None:
         f"{left[0]} belongs to a file that {path.name} has replaced; to go on with {path.name} as it is,"
         f" remove {' and '.join(file.name for file in left)}"
     )
+
+
+def _check_begun(path: Path, lock: int) -> None:
+    """Refuse an empty file in which a store was begun: whoever emptied it, what was acknowledged is gone."""
+    with _storage_errors(path):
+        if path.stat().st_size or not os.fstat(lock).st_size:
+            return
+    raise StorageError(
+        f"{path} is empty, and was not before; put a backup in its place (kvsp backup makes them),"
+        f" or remove {_beside(path, '.lock')} to begin empty"
+    )
+
+
+def _note_begun(path: Path, lock: int) -> None:
+    """Have the lock of a file say from now on, through a power cut too, that a store was begun in it."""
+    if os.fstat(lock).st_size:
+        return
+    os.write(lock, _BEGUN)
+    os.fsync(lock)
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
 
 
 def _holds_something(path: Path) -> bool:

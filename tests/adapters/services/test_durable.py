@@ -352,6 +352,41 @@ def test_a_file_that_is_gone_is_not_made_anew(path: Path, kept: str) -> None:
     assert reopened(path) == {}
 
 
+@pytest.mark.requirement("CP-2")
+def test_a_file_that_was_emptied_is_not_taken_for_a_new_one(path: Path, tmp_path: Path) -> None:
+    with closing(open_store(path)) as store:
+        store.commit([[Put("map", "a", b"1")]])
+        back_up(path, tmp_path / "backup")
+    for _ in range(2):
+        path.write_bytes(b"")
+        with pytest.raises(StorageError, match=r"is empty, .*put a backup .* or remove .*\.lock to begin"):
+            open_store(path)
+        assert path.stat().st_size == 0
+        with pytest.raises(StorageError, match="nothing to back up"):
+            back_up(path, tmp_path / "another")
+        path.write_bytes((tmp_path / "backup").read_bytes())
+        assert reopened(path) == {"map": {"a": b"1"}}
+    path.write_bytes(b"")
+    path.with_name(path.name + ".lock").unlink()
+    assert reopened(path) == {}
+
+
+@pytest.mark.requirement("CP-2")
+def test_a_store_of_an_older_program_is_protected_once_it_was_opened(path: Path) -> None:
+    open_store(path).close()
+    path.with_name(path.name + ".lock").write_bytes(b"")
+    assert reopened(path) == {}
+    path.write_bytes(b"")
+    with pytest.raises(StorageError, match="is empty"):
+        open_store(path)
+
+
+def test_a_first_start_that_was_killed_before_there_was_a_store_is_no_store(path: Path) -> None:
+    path.write_bytes(b"")
+    path.with_name(path.name + ".lock").write_bytes(b"")
+    assert reopened(path) == {}
+
+
 def test_a_store_that_fails_to_open_lets_go_of_its_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(_: DurableStore) -> list[tuple[int, int]]:
         raise StorageError("Input/output error")
