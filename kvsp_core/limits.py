@@ -74,6 +74,7 @@ __all__ = [
     "MIN_LEASE_TTL_MS",
     "OUTPUT_SILENCE_MS",
     "OUTPUT_WINDOW_TOKENS",
+    "PLACEMENT_CALL_MS",
     "PLACEMENT_WAIT_MS",
     "PROMPT_WAIT_MS",
     "PUBLISH_RETRY_MS",
@@ -300,6 +301,10 @@ CALL_TIMEOUT_MS: Final = 5_000
 LOOKUP_TIMEOUT_MS: Final = 2_000
 """How long a placement waits for an answer of the index; then it goes on without, while its front end still
 waits."""
+
+PLACEMENT_CALL_MS: Final = PLACEMENT_WAIT_MS + LOOKUP_TIMEOUT_MS
+"""How long a front end waits for the answer to a placement: as long as a controller may take that waits for
+an instance, and for an index that is silent. One that gave up before would lose its place in the line."""
 
 MAX_INSTANCE_SESSIONS: Final = 4096
 """Sessions an instance has or remembers at a time; one more is 503."""

@@ -585,6 +585,7 @@ class SimulatedCluster:
             descriptor=self._descriptor,
             scopes=self._scopes,
             call_ms=self._times.call_ms,
+            placement_call_ms=self._times.call_ms,  # too short for some: an answer may find nobody there
             silence_ms=300,
             placement_ms=10_000,
             patience_ms=15_000,

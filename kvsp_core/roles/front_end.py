@@ -43,6 +43,7 @@ from kvsp_core.limits import (
     MAX_PLACEMENT_MS,
     MAX_SESSION_IDLE_MS,
     OUTPUT_SILENCE_MS,
+    PLACEMENT_CALL_MS,
 )
 from kvsp_core.machines import assembly as out
 from kvsp_core.machines.alarms import Alarms
@@ -219,8 +220,10 @@ class FrontEnd:
     """The front end at one base URI, for one model.
 
     `scopes` are those whose keys it holds, shared ones included. `controller` is the controller's base URI.
-    Durations in milliseconds: `call_ms` for an answer, `silence_ms` between two lines of a stream,
-    `placement_ms` for all attempts to place a request, `patience_ms` without a token until it is given up.
+    Durations in milliseconds: `placement_call_ms` for the answer to a placement, longer than a controller
+    takes for one (`ControllerSettings.placement_wait_ms`), `call_ms` for any other, `silence_ms` between two
+    lines of a stream, `placement_ms` for all attempts to place a request, `patience_ms` without a token until
+    it is given up.
     """
 
     def __init__(
@@ -233,6 +236,7 @@ class FrontEnd:
         scopes: Iterable[Scope],
         max_generations: int = MAX_GENERATIONS,
         call_ms: int = CALL_TIMEOUT_MS,
+        placement_call_ms: int = PLACEMENT_CALL_MS,
         silence_ms: int = OUTPUT_SILENCE_MS,
         placement_ms: int = MAX_PLACEMENT_MS,
         patience_ms: int = MAX_SESSION_IDLE_MS,
@@ -244,6 +248,7 @@ class FrontEnd:
         self._scopes = {scope.scope_id: scope for scope in scopes}
         self._max_generations = max_generations
         self._call_ms = call_ms
+        self._placement_call_ms = placement_call_ms
         self._silence_ms = silence_ms
         self._placement_ms = placement_ms
         self._patience_ms = patience_ms
@@ -481,12 +486,13 @@ class FrontEnd:
     ) -> None:
         self._retries.set(generation.number, None)
         streams = isinstance(operation, StreamOutput)
+        timeout_ms = self._placement_call_ms if isinstance(operation, PlaceRequest) else self._call_ms
         generation.call = self._work.call(
             base_uri,
             operation,
             body,
             purpose=generation.number,
-            timeout_ms=self._silence_ms if streams else self._call_ms,
+            timeout_ms=self._silence_ms if streams else timeout_ms,
             form=AnswerForm.LINES if streams else AnswerForm.DOCUMENT,
             cause=generation.asked.traceparent,
         )

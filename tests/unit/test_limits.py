@@ -15,7 +15,18 @@ def test_a_resume_has_the_time_that_loading_and_asking_for_the_prompt_take() -> 
 
 @pytest.mark.requirement("OP-4")
 def test_a_front_end_still_waits_for_a_placement_whose_index_is_silent() -> None:
-    assert 2 * limits.LOOKUP_TIMEOUT_MS < limits.CALL_TIMEOUT_MS
+    assert limits.PLACEMENT_CALL_MS >= limits.PLACEMENT_WAIT_MS + limits.LOOKUP_TIMEOUT_MS
+    assert limits.MAX_PLACEMENT_MS >= 2 * limits.PLACEMENT_CALL_MS
+
+
+def test_a_call_that_a_role_makes_for_another_ends_before_the_other_has_given_up() -> None:
+    assert limits.LOOKUP_TIMEOUT_MS < limits.CALL_TIMEOUT_MS
+    settings = InstanceSettings(base_uri="https://a/", controller_uri="", index_uris=(), epoch=1)
+    assert settings.shard_load_ms <= limits.RESHARD_DEADLINE_MS
+    assert (
+        limits.RESUME_LOAD_MS + limits.PROMPT_WAIT_MS < limits.RESUME_DEADLINE_MS < limits.MAX_SESSION_IDLE_MS
+    )
+    assert settings.session_kept_ms > limits.OUTPUT_SILENCE_MS + limits.CALL_TIMEOUT_MS
 
 
 @pytest.mark.requirement("CP-1")

@@ -64,7 +64,8 @@ class DurableStore:
 
     `owner` is the base URI of the role; a file of another role is refused. Raises `StorageError` where the
     file is in use, of a newer version, of another owner, or does not open with the storage key; where it is
-    gone, or empty, but was there before; and where the write-ahead log or rollback journal beside it is another file's.
+    gone, or empty, but was there before; and where the write-ahead log or rollback journal beside it is
+    another file's.
     """
 
     def __init__(self, path: Path, storage_key: bytes, owner: str) -> None:

@@ -39,6 +39,8 @@ from kvsp_core.problems import (
 )
 from kvsp_core.records import Sampler
 from kvsp_core.roles.authorization import Policy
+from kvsp_core.roles.controller import ControllerSettings
+from kvsp_core.roles.controller_placement import PlacementSettings
 from kvsp_core.roles.front_end import (
     Abandon,
     FrontEnd,
@@ -195,6 +197,19 @@ def streaming(**options: Any) -> Client:
 
 
 # The undisturbed run
+
+
+@pytest.mark.requirement("OP-4")
+def test_a_placement_is_waited_for_as_long_as_a_controller_waits_for_an_instance() -> None:
+    client = Client()
+    client.generate()
+    waits_ms = ControllerSettings(placement=PlacementSettings(index_uris=())).placement_wait_ms
+    assert client.call.timeout_ms > waits_ms
+    client.answer(placed(), 201)
+    client.started()
+    client.put(StreamEnded(client.call.call_id))
+    assert client.says().startswith("GET")
+    assert client.call.timeout_ms < waits_ms  # it tells at once, or not at all
 
 
 def test_a_prompt_is_placed_by_its_keys_and_streamed_from_its_instance() -> None:
