@@ -289,6 +289,11 @@ class ClientConnection(Connection):
         return len(self._exchanges) < allowed
 
     @property
+    def settled(self) -> bool:
+        """Whether the server has said how many requests it takes at a time; until then that is assumed."""
+        return self._settled
+
+    @property
     def spent(self) -> bool:
         """Whether no further request can be sent, now or later; those under way may go on."""
         out_of_streams = self._opened_here >= HIGHEST_STREAM - 2

@@ -69,6 +69,7 @@ class Call:
 
     __slots__ = (
         "_attempts",
+        "_blind",
         "_expects",
         "_kept",
         "_kept_bytes",
@@ -102,6 +103,8 @@ class Call:
         self._kept_bytes = 0
         self._link: Link | None = None
         self._stream_id = self._attempts = 0
+        self._blind = False
+        """Whether it was sent before the server had said how many requests it takes."""
 
     def send_data(self, data: Buffer, *, end: bool = False) -> bool:
         """Send octets of the body, which are not copied; return whether there is room for more.
@@ -154,7 +157,7 @@ class Call:
         """Send the request on a connection; return its stream."""
         (first, end), *rest = self._pieces
         self._attempts += 1
-        self._link = link
+        self._link, self._blind = link, not link.http.settled
         self._stream_id = link.http.request(
             self._request, first, end=end, expect_continue=self._expects, traceparent=self._traceparent
         )
@@ -175,6 +178,10 @@ class Call:
     def receive(self, event: Event) -> bool:
         """Pass an event on; return False where the call is to be made again instead."""
         if isinstance(event, ExchangeEnded):
+            if event.unprocessed and self._blind and self._link is not None and not self._link.http.spent:
+                self._attempts -= (
+                    1  # one too many, which nobody could know; on this connection it is known now
+                )
             self._link = None
             whole = self._kept and self._pieces[-1][1]
             if event.unprocessed and whole and self._attempts < _ATTEMPTS and self._on_event is not _ignore:

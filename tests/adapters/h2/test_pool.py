@@ -34,9 +34,9 @@ class Caller:
         assert self.pool.wants_dial(10_000)  # whatever it waits for is over
         return self.connected()
 
-    def connected(self, limits: WireLimits | None = None) -> Pair:
+    def connected(self, limits: WireLimits | None = None, *, server: WireLimits | None = None) -> Pair:
         """Have the connection that the pool wanted come to be."""
-        pair = Pair(client_limits=limits)
+        pair = Pair(client_limits=limits, server_limits=server)
         pair.serving.greet()
         self.pairs.append(pair)
         self.pool.receive(_Link(pair), Established(BASE_URI), 0)
@@ -156,6 +156,33 @@ def test_what_a_server_has_begun_to_answer_is_not_sent_again(left: bytes) -> Non
     caller.carry(pair)
     assert [(end.complete, end.unprocessed) for end in caller.ends] == [(False, False)]
     assert [type(event) for event in caller.told].count(ResponseReceived) == 1
+
+
+def test_a_refusal_of_what_was_sent_before_the_server_said_how_many_it_takes_is_no_attempt() -> None:
+    caller = Caller()
+    for _ in range(5):
+        caller.get()
+    for _ in range(4):  # on each new one all that wait are sent, and all but one refused
+        assert caller.pool.wants_dial(10_000)
+        caller.carry(caller.connected(server=WireLimits(max_streams=1)))
+    assert not caller.ends
+    for pair in (*caller.pairs, caller.pairs[0]):
+        asked = pair.server.of(RequestReceived)[-1]
+        assert isinstance(asked, RequestReceived)
+        pair.serving.respond(asked.stream_id, ok())
+        caller.carry(pair)
+    assert [end.complete for end in caller.ends] == [True] * 5
+
+
+def test_a_server_that_refuses_what_it_said_it_takes_is_asked_three_times() -> None:
+    caller = Caller()
+    pair = caller.connect_and_use()
+    caller.get()
+    for stream_id in (3, 5, 7):
+        assert not caller.ends
+        pair.calling.receive_data(frame(3, 0, stream_id, b"\0\0\0\7"), 0)
+        caller.carry(pair)
+    assert [(end.complete, end.unprocessed) for end in caller.ends] == [(False, True)]
 
 
 def test_what_was_handed_over_bit_by_bit_is_not_sent_again() -> None:
