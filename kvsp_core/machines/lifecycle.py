@@ -206,8 +206,7 @@ Effect: TypeAlias = SendStatus | AnswerState | Refused | StateEntered | SafeToSt
 # What is legal
 
 _K = InstanceKind
-_ANSWERS: Final = (FailStatus, ReportLoad, ReportEngine, TimerFired)
-
+_ANY_TIME: Final = (FailStatus, ReportLoad, ReportEngine, TimerFired)
 
 LIFECYCLE: Final = Table(
     "lifecycle",
@@ -219,7 +218,7 @@ LIFECYCLE: Final = Table(
             ReceiveStatusAnswer: to(_K.ACTIVE, _K.DRAINING, _K.SLEEPING),
             RefuseStatus: to(_K.FENCED),
             Stop: to(_K.STOPPING, _K.STOPPED),
-            **stays(_K.ACTIVE, OpenSession, CloseSession, *_ANSWERS),
+            **stays(_K.ACTIVE, OpenSession, CloseSession, *_ANY_TIME),
         },
         _K.DRAINING: {
             OpenSession: refuse(INVALID_STATE),
@@ -227,30 +226,30 @@ LIFECYCLE: Final = Table(
             ChangeState: to(_K.DRAINING, _K.ACTIVE),
             RefuseStatus: to(_K.FENCED),
             Stop: to(_K.STOPPING),
-            **stays(_K.DRAINING, ReceiveStatusAnswer, *_ANSWERS),
+            **stays(_K.DRAINING, ReceiveStatusAnswer, *_ANY_TIME),
         },
         _K.SLEEPING: {
             OpenSession: refuse(INVALID_STATE),
             ChangeState: to(_K.SLEEPING, _K.ACTIVE),
             RefuseStatus: to(_K.FENCED),
             Stop: to(_K.STOPPED),
-            **stays(_K.SLEEPING, ReceiveStatusAnswer, *_ANSWERS),
+            **stays(_K.SLEEPING, ReceiveStatusAnswer, *_ANY_TIME),
         },
         _K.STOPPING: {
             OpenSession: refuse(INVALID_STATE),
             CloseSession: to(_K.STOPPING, _K.STOPPED),
             RefuseStatus: to(_K.FENCED),
-            **stays(_K.STOPPING, ChangeState, Stop, ReceiveStatusAnswer, *_ANSWERS),
+            **stays(_K.STOPPING, ChangeState, Stop, ReceiveStatusAnswer, *_ANY_TIME),
         },
         _K.STOPPED: {
             OpenSession: refuse(INVALID_STATE),
             RefuseStatus: to(_K.FENCED),
-            **stays(_K.STOPPED, ChangeState, Stop, ReceiveStatusAnswer, *_ANSWERS),
+            **stays(_K.STOPPED, ChangeState, Stop, ReceiveStatusAnswer, *_ANY_TIME),
         },
         _K.FENCED: {
             OpenSession: refuse(INVALID_STATE),
             ChangeState: refuse(INVALID_STATE),
-            **stays(_K.FENCED, CloseSession, ReceiveStatusAnswer, RefuseStatus, Stop, *_ANSWERS),
+            **stays(_K.FENCED, CloseSession, ReceiveStatusAnswer, RefuseStatus, Stop, *_ANY_TIME),
         },
     },
 )
