@@ -104,6 +104,8 @@ __all__ = ["Controller", "ControllerSettings"]
 
 @attrs.frozen
 class _ForRequest:
+    """A request to be placed. Its number alone tells it from others: by that it is cancelled."""
+
     request_id: int
     client: str = attrs.field(eq=False)
     deadline_ms: int = attrs.field(eq=False)
