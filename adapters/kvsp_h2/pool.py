@@ -178,10 +178,10 @@ class Call:
     def receive(self, event: Event) -> bool:
         """Pass an event on; return False where the call is to be made again instead."""
         if isinstance(event, ExchangeEnded):
-            if event.unprocessed and self._blind and self._link is not None and not self._link.http.spent:
-                self._attempts -= (
-                    1  # one too many, which nobody could know; on this connection it is known now
-                )
+            refused = event.unprocessed and self._link is not None and not self._link.http.spent
+            if refused and self._blind:
+                # One too many, which nobody could know then; on this connection it is known from now on.
+                self._attempts -= 1
             self._link = None
             whole = self._kept and self._pieces[-1][1]
             if event.unprocessed and whole and self._attempts < _ATTEMPTS and self._on_event is not _ignore:

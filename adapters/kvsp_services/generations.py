@@ -26,6 +26,10 @@ from kvsp_services.request_log import OVERLOADED, new_traceparent, request_id_of
 __all__ = ["Generations", "serve_api"]
 
 _GIVEN_UP: Final = "given up"
+_IDLE_S: Final = 5.0
+"""How long a connection to the API may be without a whole head of a request; then it is closed."""
+_WAITING_CONNECTIONS: Final = 128
+"""Connections to the API that the system keeps until they are accepted."""
 
 
 class Generations:
@@ -189,7 +193,11 @@ async def serve_api(
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listening(int(sock.getsockname()[1]))
     settings = Config()
-    settings.bind = [f"fd://{sock.detach()}"]
+    settings.bind = [f"fd://{os.dup(sock.fileno())}"]
+    # asyncio accepts as many in a row as may wait, and without descriptors tries each of them again by
+    # itself, as many times as many: it comes to nothing else. So one at a time, while many may wait.
+    settings.backlog = 1
+    settings.keep_alive_timeout = _IDLE_S
     settings.graceful_timeout = 3
     settings.accesslog = None
     settings.errorlog = None
@@ -198,4 +206,10 @@ async def serve_api(
         from hypercorn.trio import serve
     else:
         from hypercorn.asyncio import serve
-    await serve(app, settings, shutdown_trigger=stopping)
+
+    async def until_stopped() -> None:
+        with sock:
+            sock.listen(_WAITING_CONNECTIONS)
+            await stopping()
+
+    await serve(app, settings, shutdown_trigger=until_stopped)
