@@ -307,7 +307,9 @@ PLACEMENT_CALL_MS: Final = PLACEMENT_WAIT_MS + LOOKUP_TIMEOUT_MS
 an instance, and for an index that is silent. One that gave up before would lose its place in the line."""
 
 MAX_INSTANCE_SESSIONS: Final = 4096
-"""Sessions an instance has or remembers at a time; one more is 503."""
+"""Sessions an instance has or remembers at a time. For one more, that is forgotten which has been over for
+longest; where none is over, it is 503.
+"""
 
 MAX_INSTANCE_SHARD_MAPS: Final = 256
 """Shard maps an instance takes part in; a plan for one more is 503."""

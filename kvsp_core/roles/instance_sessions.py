@@ -101,6 +101,7 @@ class Sessions:
         self._close_session = close_session
         self._random_bytes = random_bytes
         self._sessions: dict[str, ServedSession] = {}
+        self._over: dict[str, None] = {}  # those that are only remembered, in the order in which they ended
         self._streams = Streams(work)
         self._places = Places(
             work,
@@ -184,11 +185,21 @@ class Sessions:
             return Problem(SCOPE_DENIED, "scope_id: this instance does not hold the key of the scope")
         if session.counted:
             return None
-        if session.name not in self._sessions and len(self._sessions) >= MAX_INSTANCE_SESSIONS:
+        if session.name not in self._sessions and not self._has_room(now_ms):
             return Problem(UNAVAILABLE, "the instance has as many sessions as it takes; try another")
         problem = self._open_session(now_ms)
         session.counted = problem is None
         return problem
+
+    def _has_room(self, now_ms: int) -> bool:
+        """Have room for a further session: the first that is over, and that nobody reads, goes early."""
+        if len(self._sessions) < MAX_INSTANCE_SESSIONS:
+            return True
+        for session in map(self._sessions.__getitem__, self._over):
+            if session.stream is None and not session.waiting and not session.leaving:
+                self._forget(session, now_ms)
+                return True
+        return False
 
     def _attach(self, session: ServedSession, request_id: int, body: OutputRequest, now_ms: int) -> None:
         state = session.state
@@ -546,6 +557,15 @@ class Sessions:
             session.forget_at_ms,
         )
         self._alarms.set(session.name, due_ms)
+        if session.is_over:
+            self._over.setdefault(session.name)
+        else:
+            self._over.pop(session.name, None)
+
+    def _forget(self, session: ServedSession, now_ms: int) -> None:
+        self._abort(session, now_ms)
+        self._alarms.set(session.name, None)
+        del self._sessions[session.name], self._over[session.name]
 
     def next_deadline_ms(self) -> int | None:
         """Return when `time_passed` is next due, or None."""
@@ -555,10 +575,8 @@ class Sessions:
         """Let deadlines that have come take effect."""
         for name in self._alarms.take_due(now_ms):
             session = self._sessions[name]
-            over = isinstance(session.state, resume.Ended | resume.Absent)
-            if over and session.forget_at_ms is not None and session.forget_at_ms <= now_ms:
-                self._abort(session, now_ms)
-                del self._sessions[name]
+            if session.is_over and session.forget_at_ms is not None and session.forget_at_ms <= now_ms:
+                self._forget(session, now_ms)
                 continue
             self._advance(session, resume.TimerFired(), now_ms)
             self._through_gate(session, output.TimerFired(), now_ms)

@@ -61,6 +61,11 @@ class ServedSession:
     """Whether the lifecycle counts it."""
     forget_at_ms: int | None = None
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it is only remembered, for who asks for its output again."""
+        return self.forget_at_ms is not None and isinstance(self.state, resume.Ended | resume.Absent)
+
     def belong(self) -> None:
         """Belong to the request that was taken in last, which is accepted, where that says what it is of."""
         self.cause = self.asked or self.cause

@@ -11,7 +11,7 @@ from kvsp_core.messages import LookupRequest, ResumeRequest
 from kvsp_core.resources import GetBlock, Lookup, ResumeSession, StreamOutput
 from kvsp_core.roles import engine
 from kvsp_core.roles.authorization import Policy, ScopeRules
-from kvsp_core.roles.role import CancelCall, JobFailed, JobFault, OutputReady, ReadBlock, Send
+from kvsp_core.roles.role import CancelCall, JobFailed, JobFault, OutputReady, ReadBlock, RequestEnded, Send
 from tests.unit.roles.instance_world import (
     CACHE,
     FE,
@@ -109,6 +109,25 @@ def test_an_instance_takes_so_many_sessions_and_goes_on_with_those_it_has(
     assert world.status_of(world.begin(PROMPT, session=OTHERS[0])) == 503
     assert world.role._sessions.get(OTHERS[0]) is None
     assert resume(world, 2) == 202
+
+
+@pytest.mark.parametrize("first", ["stream", "block"])
+def test_for_a_further_session_an_instance_forgets_what_is_over_and_read_by_nobody(
+    first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvsp_core.roles.instance_sessions.MAX_INSTANCE_SESSIONS", 1)
+    world = World()
+    stream = ended(world)
+    its_end = RequestEnded(stream, False, 0)
+    for over in (its_end, None) if first == "stream" else (None, its_end):
+        assert world.status_of(world.begin(PROMPT, session=OTHERS[0])) == 503
+        if over is None:
+            world.run_jobs()  # its last block comes out of the engine
+        else:
+            world.do(over)
+    assert world.status_of(world.begin(PROMPT, session=OTHERS[0])) == 200
+    assert world.status_of(attach(world, epoch=1)) == 404
+    assert world.status_of(world.begin(PROMPT, session=OTHERS[1])) == 503  # that one is not over
 
 
 @pytest.mark.requirement("ST-1")
