@@ -29,8 +29,13 @@ from kvsp_sim.workload import Wish, Workload
 __all__ = ["Users"]
 
 
-_BY_OPERATORS: Final = ("the session was ended by somebody else", "no instance takes the request")
-"""What operators can do to a request, who end sessions and drain all instances."""
+_BY_OTHERS: Final = (
+    "the session was ended by somebody else",
+    "no instance takes the request",
+    "the session has sent no checkpoint for too long",
+)
+"""What operators can do to a request, who end sessions and drain all instances, and what comes of a queue
+that is longer than the short time that a session may be idle here."""
 
 
 @attrs.define
@@ -161,7 +166,7 @@ class Users:
         if by_engines and engine_failures < MAX_ENGINE_FAILURES:
             detail = f"engines failed {engine_failures} times, and a user was told: {effect.detail}"
             raise Violation("engines_cost_no_output", detail)
-        if self._undisturbed and not by_engines and effect.detail not in _BY_OPERATORS:
+        if self._undisturbed and not by_engines and effect.detail not in _BY_OTHERS:
             raise Violation("engines_cost_no_output", f"without a cause a user was told: {effect.detail}")
 
     def _engine_failures(self) -> int:
