@@ -92,6 +92,9 @@ _ENGINE_FAILURES: Final = MappingProxyType(
 )
 """How often engines fail under a profile of faults, of which a seed draws one."""
 
+_QUARANTINE_MS: Final = 5_000
+"""How long the index refuses a replica that was withdrawn as bad: short, so that it is seen to be over."""
+
 _NEIGHBOURS: Final = 8
 """To how many holders, and to how many instances, an instance reports a link."""
 
@@ -435,7 +438,11 @@ class SimulatedCluster:
 
     def _index(self, policy: Policy, start: Start) -> Role:
         scarcity = self._scarcity
-        table = ReplicaIndex(max_keys=scarcity.lookup_keys, client_bytes=scarcity.index_client_bytes)
+        table = ReplicaIndex(
+            max_keys=scarcity.lookup_keys,
+            client_bytes=scarcity.index_client_bytes,
+            quarantine_ms=_QUARANTINE_MS,
+        )
         return Index(base_uri=INDEX, policy=policy, replica_index=table, descriptors=self._descriptors())
 
     def _controller(self, policy: Policy, start: Start) -> Role:

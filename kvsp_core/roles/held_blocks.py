@@ -86,14 +86,19 @@ class HeldBlocks:
         self._apply(self.lease_table.handle(leases.TimerFired(), now_ms), now_ms)
 
     def settle(self, now_ms: int) -> None:
-        """Take the publisher's news in: faulty blocks wait for them, and what the index refuses goes."""
+        """Take the publisher's news in: faulty blocks wait for them, and what the index refuses goes as
+        soon as nobody keeps it.
+        """
         while withdrawn := self.publisher.take_withdrawn():
             for block in withdrawn:
                 if block in self.holdings:
                     continue  # it stays, and is only not published any more
                 self._apply(self.lease_table.handle(leases.EndWithdrawal(block=block), now_ms), now_ms)
         for block in self.publisher.take_refused():
-            self.lose(block, now_ms)
+            if block in self._kept:  # an engine needs it, which is given no octets but those of its digest
+                self.publisher.try_later(block, now_ms)
+            else:
+                self.lose(block, now_ms)
         while self._let_go:
             self._free_if_unused(self._let_go.pop(), now_ms)
 

@@ -155,6 +155,13 @@ class Publisher:
         self._part_of(entry).withdrawals.append(block)
         self._send(now_ms)
 
+    def try_later(self, block: str, now_ms: int) -> None:
+        """Offer a block that the index has refused to it again, later and later."""
+        entry = self._entries.get(block)
+        if entry is not None and not entry.calling:
+            entry.changed = entry.wanted
+            self._retry(block, entry, now_ms)
+
     def withdraw_all(self, now_ms: int) -> None:
         """Have the index forget every block: the process is to end. The blocks stay where they are."""
         self._stopped = True

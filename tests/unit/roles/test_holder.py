@@ -572,6 +572,24 @@ def test_a_block_that_the_index_refuses_as_bad_goes() -> None:
     assert loop.tiers["host"] == {}
 
 
+@pytest.mark.requirement("BR-8")
+def test_a_block_that_the_index_refuses_stays_for_who_keeps_it_and_is_offered_later() -> None:
+    loop = Loop().start()
+    loop.holder.keep(NAMES[0])
+    loop.put(K[0])
+    loop.index_answers(409)
+    assert loop.get(K[0]).status == 200
+    assert loop.to_index() == []
+    loop.at(1000)
+    assert loop.index_answers() == [("PUT", COMPAT), ("PUT", K[0])]
+    loop.at(3000)
+    assert loop.index_answers(409) == [("PUT", K[0])]
+    loop.holder.let_go(NAMES[0])
+    loop.at(5000)
+    loop.index_answers(409)
+    assert loop.get(K[0]).status == 404
+
+
 def test_descriptors_are_told_once_and_again_to_an_index_that_forgot() -> None:
     loop = Loop().start()
     loop.put(K[0])
