@@ -416,10 +416,10 @@ class Fleet:
         effects: list[Effect] = []
         was_alive = member.kind in (*_ALIVE, MemberKind.RESTORED)
         is_newer = status.epoch > member.epoch
-        if is_newer:
-            effects.append(PersistEpoch(member.instance, status.epoch))
         if was_alive and (is_newer or status.state == MemberKind.FAILED.value):
             effects.append(InstanceFailed(member.instance, member.epoch))
+        if is_newer:  # last: once this is durable, nobody learns of the failure again
+            effects.append(PersistEpoch(member.instance, status.epoch))
         if is_newer or not was_alive:
             member.epoch, member.joined_ms = status.epoch, now_ms
             member.wants_drain, member.told_drain = False, False

@@ -170,8 +170,8 @@ def test_a_higher_epoch_within_the_ttl_fails_the_old_incarnation_at_once() -> No
     machine = fleet()
     report(machine, 0)
     assert report(machine, 10, epoch=6)[:3] == (
-        PersistEpoch(II, 6),
         InstanceFailed(II, 5),
+        PersistEpoch(II, 6),
         InstanceJoined(II, 6),
     )
 

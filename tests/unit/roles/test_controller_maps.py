@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import attrs
@@ -136,6 +137,26 @@ def test_one_change_at_a_time_and_only_to_instances_that_may_take_work(group: Gr
     group.split(A)
     with pytest.raises(LocalProtocolError, match="Begin is not allowed"):
         group.split(A, B)
+
+
+@pytest.mark.requirement("RS-6")
+@pytest.mark.parametrize("durable", range(5))
+def test_a_lost_range_finds_an_owner_however_much_of_its_loss_was_durable_at_a_crash(
+    split: Group, durable: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, count = split.store.write, itertools.count()
+    with monkeypatch.context() as crashing:
+        crashing.setattr(split.store, "write", lambda effect: next(count) < durable and write(effect))
+        split.report(B, epoch=2, ttl_ms=60_000)
+        assert next(count) > 2
+    split.restart()
+    for instance in (A, B, C):
+        split.report(instance, epoch=2 if instance == B else 1, ttl_ms=60_000)
+    for _ in range(6):  # a repair that was begun before is given up first
+        split.answer_all()
+        split.pass_time(5_000)
+    assert split.version() > 1
+    assert B not in split.controller._maps.lost("m1")
 
 
 @pytest.mark.requirement("SK-6", "RS-6")
