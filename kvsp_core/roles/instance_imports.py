@@ -31,6 +31,7 @@ class _ReadFor:
     run: Run = attrs.field(repr=False)
     index: int
     buffer: int
+    name: BlockName
 
 
 @attrs.frozen
@@ -110,7 +111,7 @@ class Imports:
                 each.wanted = each.next_read
                 break
             buffer = self._work.new_buffer()
-            job = self._work.job(_ReadFor(run, each.next_read, buffer))
+            job = self._work.job(_ReadFor(run, each.next_read, buffer, name))
             self._work.emit(ReadBlock(job, buffer, name, tier))
             each.next_read += 1
         while each.next_import < each.wanted and each.next_import in each.read:
@@ -124,22 +125,19 @@ class Imports:
 
     def job_ended(self, purpose: Purpose, item: JobDone | JobFailed, now_ms: int) -> None:
         """Take in how a read or an import has ended."""
+        failed = isinstance(item, JobFailed)
+        if isinstance(purpose, _ReadFor):
+            failed = not self._is_sound(purpose.name, item, now_ms)
         each = self._imports.get(purpose.run)
         if each is None:
             self._work.free(purpose.buffer)
             return
-        name = each.names[purpose.index]
-        failed = isinstance(item, JobFailed)
         if isinstance(purpose, _ReadFor):
-            sound = isinstance(item, JobDone) and self._blocks.is_sound(name, item.layer_digests)
-            failed = not sound
-            wanted = sound and purpose.index < each.wanted
+            wanted = not failed and purpose.index < each.wanted
             if isinstance(item, JobDone) and item.header is not None and wanted:
                 each.read[purpose.index] = purpose.buffer, item.header.size_bytes
             else:
                 self._work.free(purpose.buffer)
-            if failed and not (isinstance(item, JobFailed) and item.takes_nothing):
-                self._work.emit(*self._blocks.lost(name, now_ms))
         else:
             each.imported += not failed
             copy_as = each.copy_as[purpose.index]
@@ -148,3 +146,11 @@ class Imports:
         if failed:
             each.wanted = min(each.wanted, purpose.index)
         self._pump(purpose.run)
+
+    def _is_sound(self, name: BlockName, item: JobDone | JobFailed, now_ms: int) -> bool:
+        """Return whether what was read is what was stored; one that is not is lost, whoever waits for it."""
+        if isinstance(item, JobDone) and self._blocks.is_sound(name, item.layer_digests):
+            return True
+        if not (isinstance(item, JobFailed) and item.takes_nothing):
+            self._work.emit(*self._blocks.lost(name, now_ms))
+        return False

@@ -293,6 +293,14 @@ def test_a_block_that_is_lost_on_the_way_is_computed() -> None:
     assert KEYS[0] not in world.beside.held()
 
 
+def test_a_block_that_is_found_lost_when_nobody_waits_for_it_any_more_is_not_held() -> None:
+    world, first, second = reading()
+    world.do(JobFailed(first.job_id, JobFault.CORRUPT))
+    assert world.of(engine.StartSequence)[0].cached_tokens == 0
+    world.do(JobFailed(second.job_id, JobFault.CORRUPT))
+    assert world.beside.held() == set()
+
+
 def test_a_block_that_cannot_be_read_right_now_is_computed_and_stays() -> None:
     world, first, second = reading()
     world.do(JobFailed(first.job_id, JobFault.BUSY))
