@@ -24,6 +24,8 @@ __all__ = ["main"]
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "adapters")]
 
+from whole_page import write_or_check  # noqa: E402
+
 from kvsp_client.backend_settings import BackendSettings, ChunkSettings, Deployment  # noqa: E402
 from kvsp_client.vllm.settings import Settings  # noqa: E402
 from kvsp_core.validation import MAX_INTEGER  # noqa: E402
@@ -177,13 +179,7 @@ def page() -> str:
 
 def main(arguments: list[str]) -> int:
     """Write the page, or say whether it is current."""
-    if "--check" not in arguments:
-        PAGE.write_text(page(), encoding="utf-8")
-        return 0
-    if PAGE.exists() and PAGE.read_text(encoding="utf-8") == page():
-        return 0
-    print(f"{PAGE.relative_to(ROOT)} is not what the classes say now; run make docs", file=sys.stderr)
-    return 1
+    return write_or_check(PAGE, page, arguments)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ __all__ = ["main"]
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
+from whole_page import write_or_check  # noqa: E402
+
 from kvsp_core import ext_messages, messages, records  # noqa: E402
 from kvsp_core.problems import PROBLEM_TYPES  # noqa: E402
 from kvsp_core.registries import JSON_MEDIA_TYPE  # noqa: E402
@@ -165,13 +167,7 @@ def page() -> str:
 
 def main(arguments: list[str]) -> int:
     """Write the page, or say whether it is current."""
-    if "--check" not in arguments:
-        PAGE.write_text(page(), encoding="utf-8")
-        return 0
-    if PAGE.exists() and PAGE.read_text(encoding="utf-8") == page():
-        return 0
-    print(f"{PAGE.relative_to(ROOT)} is not what the tables say now; run make docs", file=sys.stderr)
-    return 1
+    return write_or_check(PAGE, page, arguments)
 
 
 if __name__ == "__main__":
