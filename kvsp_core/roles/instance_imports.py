@@ -13,7 +13,7 @@ import attrs
 
 from kvsp_core.roles import engine
 from kvsp_core.roles.instance_copies import Copies
-from kvsp_core.roles.local_blocks import LocalBlocks
+from kvsp_core.roles.local_blocks import LocalBlocks, check_read
 from kvsp_core.roles.role import BlockName, JobDone, JobFailed, ReadBlock
 from kvsp_core.roles.work import Work
 
@@ -127,7 +127,7 @@ class Imports:
         """Take in how a read or an import has ended."""
         failed = isinstance(item, JobFailed)
         if isinstance(purpose, _ReadFor):
-            failed = not self._is_sound(purpose.name, item, now_ms)
+            failed = not check_read(self._work, self._blocks, purpose.name, item, now_ms)
         each = self._imports.get(purpose.run)
         if each is None:
             self._work.free(purpose.buffer)
@@ -146,11 +146,3 @@ class Imports:
         if failed:
             each.wanted = min(each.wanted, purpose.index)
         self._pump(purpose.run)
-
-    def _is_sound(self, name: BlockName, item: JobDone | JobFailed, now_ms: int) -> bool:
-        """Return whether what was read is what was stored; one that is not is lost, whoever waits for it."""
-        if isinstance(item, JobDone) and self._blocks.is_sound(name, item.layer_digests):
-            return True
-        if not (isinstance(item, JobFailed) and item.takes_nothing):
-            self._work.emit(*self._blocks.lost(name, now_ms))
-        return False

@@ -38,7 +38,7 @@ from kvsp_core.problems import (
 from kvsp_core.roles import engine
 from kvsp_core.roles.instance_loads import Loads
 from kvsp_core.roles.instance_settings import InstanceSettings
-from kvsp_core.roles.local_blocks import LocalBlocks
+from kvsp_core.roles.local_blocks import LocalBlocks, check_read
 from kvsp_core.roles.role import BlockName, JobDone, JobFailed, ReadBlock, Respond
 from kvsp_core.roles.serving import done, refuse
 from kvsp_core.roles.work import Work
@@ -505,15 +505,13 @@ class Shards:
 
     def _read(self, read: _ReadFor, item: JobDone | JobFailed, wanted: bool, now_ms: int) -> None:
         """Hand a block that was read to the engine, where it is what was stored."""
-        sound = isinstance(item, JobDone) and self._blocks.is_sound(read.name, item.layer_digests)
+        sound = check_read(self._work, self._blocks, read.name, item, now_ms)
         if sound and wanted:
             job = self._work.job(_LoadFor(read.map_id, read.block, read.tokens, read.buffer))
             self._work.emit(engine.LoadShard(job, read.map_id, read.tokens, read.buffer))
             return
         self._moving.remove((read.map_id, read.block))
         self._work.free(read.buffer)
-        if not sound and not (isinstance(item, JobFailed) and item.takes_nothing):
-            self._work.emit(*self._blocks.lost(read.name, now_ms))
 
     def _loaded(self, load: _LoadFor, item: JobDone | JobFailed, wanted: bool) -> None:
         self._moving.remove((load.map_id, load.block))

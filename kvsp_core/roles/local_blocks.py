@@ -14,9 +14,10 @@ from typing import Protocol, TypeAlias
 import attrs
 
 from kvsp_core.roles.authorization import Policy
-from kvsp_core.roles.role import BlockName, Effect, Input, StoredBlock
+from kvsp_core.roles.role import BlockName, Effect, Input, JobDone, JobFailed, StoredBlock
+from kvsp_core.roles.work import Work
 
-__all__ = ["BlockAdded", "BlockGone", "BlockNotAdded", "LocalBlocks", "News"]
+__all__ = ["BlockAdded", "BlockGone", "BlockNotAdded", "LocalBlocks", "News", "check_read"]
 
 
 @attrs.frozen
@@ -116,3 +117,14 @@ class LocalBlocks(Protocol):
     def take_news(self) -> tuple[News, ...]:
         """Return what has happened since the last time."""
         ...
+
+
+def check_read(
+    work: Work, blocks: LocalBlocks, name: BlockName, item: JobDone | JobFailed, now_ms: int
+) -> bool:
+    """Return whether what was read is what was stored; a block of which it is not is lost, whoever waits."""
+    if isinstance(item, JobDone) and blocks.is_sound(name, item.layer_digests):
+        return True
+    if not (isinstance(item, JobFailed) and item.takes_nothing):
+        work.emit(*blocks.lost(name, now_ms))
+    return False
