@@ -8,8 +8,8 @@ from pathlib import Path
 import attrs
 import click
 
-from kvsp_sim.cluster import WIRES
 from kvsp_sim.configurations import CONFIGURATIONS
+from kvsp_sim.deployment import WIRES
 from kvsp_sim.explorer import Bounds, Exploration, explore
 from kvsp_sim.faults import PROFILES
 from kvsp_sim.simulate import Options, Outcome, run_seed, run_seeds

@@ -11,7 +11,7 @@ import attrs
 
 from kvsp_core.limits import MAX_RESUME_ATTEMPTS
 from kvsp_core.records import Shard
-from kvsp_sim.cluster import BLOCK_BYTES
+from kvsp_sim.deployment import BLOCK_BYTES
 from kvsp_sim.explored_node import ExploredNode
 from kvsp_sim.explorer import Bounds
 from kvsp_sim.host import Start

@@ -21,7 +21,7 @@ from kvsp_core.roles.authorization import Policy, ScopeRules
 from kvsp_core.roles.holder import Holder
 from kvsp_core.roles.holdings import TierLimits
 from kvsp_core.roles.role import AnswerReceived, Call, CallFailed, Effect, Input, TimerFired
-from kvsp_sim.cluster import DESCRIPTOR
+from kvsp_sim.deployment import DESCRIPTOR
 from kvsp_sim.engine import block_octets
 from kvsp_sim.host import Start
 

@@ -45,7 +45,7 @@ from kvsp_core.roles.front_end import (
 from kvsp_core.roles.holder import Holder
 from kvsp_core.roles.instance import Instance, InstanceSettings
 from kvsp_core.roles.work import Numbers
-from kvsp_sim.cluster import DESCRIPTOR
+from kvsp_sim.deployment import DESCRIPTOR
 from kvsp_sim.explored_node import ExploredNode
 from kvsp_sim.facts import OutputEnded, StreamOpened, TokenDelivered, TokenDrawn
 from kvsp_sim.host import Start

@@ -15,7 +15,8 @@ from typing import Final, TextIO
 
 import attrs
 
-from kvsp_sim.cluster import Options, SimulatedCluster
+from kvsp_sim.cluster import SimulatedCluster
+from kvsp_sim.deployment import Options
 from kvsp_sim.property import Violation
 from kvsp_sim.trace import Trace
 

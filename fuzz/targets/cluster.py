@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import kvsp_sim.world
-from kvsp_sim.cluster import Options, SimulatedCluster
+from kvsp_sim.cluster import SimulatedCluster
+from kvsp_sim.deployment import Options
 from kvsp_sim.faults import PROFILES
 from kvsp_sim.randomness import Randomness
 from kvsp_sim.trace import Trace

@@ -9,7 +9,8 @@ import pytest
 
 from kvsp_core.roles.role import BlockName, Put
 from kvsp_sim import rest
-from kvsp_sim.cluster import CONTROLLER, INDEX, SimulatedCluster
+from kvsp_sim.cluster import SimulatedCluster
+from kvsp_sim.deployment import CONTROLLER, INDEX
 from kvsp_sim.disk import apply_write
 from kvsp_sim.facts import MemberRestarted, RecordTaken
 from kvsp_sim.host import Host

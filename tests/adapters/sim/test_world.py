@@ -8,7 +8,7 @@ import pytest
 
 from kvsp_core.roles.role import AnswerReceived, CallFailed
 from kvsp_sim.clock import Clock
-from kvsp_sim.cluster import WIRES
+from kvsp_sim.deployment import WIRES
 from kvsp_sim.trace import Trace
 from kvsp_sim.world import World
 from tests.adapters.sim.toy import Client, Register, Toy, run_with_faults
