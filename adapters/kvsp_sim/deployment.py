@@ -111,7 +111,7 @@ class _Times:
     def drawn(cls, random: Randomness) -> _Times:
         return cls(
             status_ttl_ms=random.pick((200, 500, 1_500)),
-            replica_ttl_ms=random.pick((1_000, 3_000, 8_000)),
+            replica_ttl_ms=random.pick((2_000, 4_000, 8_000)),
             lease_ms=random.pick((1_000, 1_000, 2_000)),
             call_ms=random.pick((50, 150, 500)),
         )
