@@ -350,6 +350,10 @@ ENGINE_FAILING_MS: Final = 30_000
 """How long after its engine's last failure an instance that is failing says so. Then it is given work again,
 of which the first that fails has it say so once more."""
 
+ENGINE_SILENCE_MS: Final = 120_000
+"""How long an engine that has work may report nothing at all; then its instance takes it for hung. A long
+prompt that an engine computes in one piece takes less: 128k tokens at 1,100 a second."""
+
 SHARED_LEASE_KEYS: Final = 256
 """Blocks that an instance has leased at a time for what it loads from a holder; more are several leases."""
 

@@ -285,10 +285,14 @@ class EngineThread:
         """Queue a command. Commands are carried out in order."""
         self._commands.put((command, layers))
 
-    def stop(self) -> None:
-        """End after the piece of work in hand, and wait for that."""
+    def stop(self, patience_s: float) -> bool:
+        """End after the piece of work in hand; return whether it has ended within `patience_s`.
+
+        A thread that hangs in its engine is left behind, and keeps no process from ending.
+        """
         self._commands.put(None)
-        self._thread.join()
+        self._thread.join(patience_s)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         try:

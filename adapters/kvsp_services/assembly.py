@@ -184,6 +184,7 @@ def _make_instance(section: InstanceSection, materials: Materials) -> Instance:
         status_ttl_ms=section.status_ttl_ms,
         report_to_index=section.report_to_index,
         sleep_after_ms=section.sleep_after_ms,
+        engine_silence_ms=section.engine_silence_ms,
     )
     return Instance(
         settings,

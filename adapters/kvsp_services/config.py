@@ -18,6 +18,7 @@ from kvsp_client.model_dir import DEFAULT_BLOCK_TOKENS
 from kvsp_client.typed import Amount, Count
 from kvsp_core.errors import KVSPError
 from kvsp_core.identity import parse_base_uri
+from kvsp_core.limits import ENGINE_SILENCE_MS
 from kvsp_services.documents import DocumentError, read_toml
 from kvsp_services.logs import LogFormat, LogLevel
 
@@ -183,6 +184,9 @@ class InstanceSection(ModelSection, frozen=True, kw_only=True):
     controller has them from there."""
     sleep_after_ms: Count | None = None
     """After this time without sessions and shards it asks to sleep; never, where this is left out (LC-1)."""
+    engine_silence_ms: Count = ENGINE_SILENCE_MS
+    """After this time without a word from an engine that has work, it counts as hung
+    ([what to choose](instance.md#an-engine-that-hangs))."""
     prefill_tokens_per_s: Amount = 0
     """What placement goes by until the instance has measured it; 0 is not known."""
     decode_tokens_per_s: Amount = 0

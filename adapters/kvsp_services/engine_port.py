@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MakeEngine", "ThreadedEngine", "numpy_engine", "pinned_numerics"]
 
+STOP_S: Final = 5.0
+"""Time that an engine has to finish the piece of work in hand when it is to end."""
 _BLAS_THREADS: Final = 1
 """Several instances share a machine; more threads each would only get in each other's way."""
 
@@ -66,9 +68,12 @@ class ThreadedEngine:
         """Queue a command."""
         self._thread.submit(command, layers)
 
-    def stop(self) -> None:
-        """End the thread; blocks until the piece of work in hand is done."""
-        self._thread.stop()
+    def stop(self, patience_s: float = STOP_S) -> bool:
+        """Say nothing more to the driver, and end the thread; return whether it has ended within
+        `patience_s`. Blocks for as long. May be called in any thread.
+        """
+        self.driver = None
+        return self._thread.stop(patience_s)
 
     def _events(self, events: tuple[EngineEvent, ...]) -> None:
         if self.driver is not None and events:

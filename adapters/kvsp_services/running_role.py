@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 import structlog
 
 from kvsp_core.errors import KVSPError
+from kvsp_core.roles.instance import Instance
 from kvsp_core.roles.role import BlockName, Effect, Role
 from kvsp_h2 import Credentials
 from kvsp_services.assembly import (
@@ -191,15 +192,17 @@ class RunningRole:
         return next_epoch(Path(self._process.config.data_dir) / f"{self.name}.epoch", now_ms)
 
     def _start_engine(self) -> None:
-        """Begin with an engine that knows of nothing, in place of the one there was."""
+        """Begin with an engine that knows of nothing."""
         section = self.section
         if not isinstance(section, InstanceSection) or self.model is None:
             return
-        if self._engine is not None:
-            self._engine.driver = None
-            self._engine.stop()
         make = self._process.make_engine or partial(numpy_engine, Path(section.model_dir))
         self._engine = ThreadedEngine(make(self.model), self.model.block_tokens)
+
+    def _stop_engine(self) -> None:
+        """End the engine there is; blocks, but not for an engine that hangs."""
+        if self._engine is not None and not self._engine.stop():
+            self._log.warning("the engine hangs; its thread is left behind")
 
     async def serve_api(self) -> None:
         """Serve the API of a front end until the process stops."""
@@ -238,11 +241,14 @@ class RunningRole:
 
     @property
     def unready(self) -> str | None:
-        """Why the role is not ready, or None: in trouble, not listening yet, certificate expired."""
+        """Why the role is not ready, or None: in trouble, not listening yet, certificate expired, engine
+        silent."""
         if self.trouble is None and (self.listener is None or not self.api_listens):
             return "not listening yet"
         if self.trouble is None and self.certificate.has_expired(datetime.datetime.now(datetime.UTC)):
             return "its certificate has expired"
+        if self.trouble is None and isinstance(self.role, Instance) and self.role.engine_is_silent:
+            return "its engine is silent"
         return self.trouble
 
     async def listen(self) -> None:
@@ -282,6 +288,7 @@ class RunningRole:
         committer = self._committer
 
         def close_and_rebuild() -> None:
+            self._stop_engine()
             committer.close()
             self._process.loop.call_soon_threadsafe(self._rebuild)
 
@@ -323,9 +330,7 @@ class RunningRole:
         """Stop the role and close its stores; blocks."""
         if self.served is not None:
             self.served.driver.stop()
-        if self._engine is not None:
-            self._engine.driver = None
-            self._engine.stop()
+        self._stop_engine()
         self._committer.close()
         for tier in self._tiers.values():
             tier.close()

@@ -266,9 +266,10 @@ class SimulatedCluster:
     def unended(self) -> str:
         """Return what was begun and has not ended, or an empty string.
 
-        First all requests, prefetches, reshards and leases have to end, and what is then true of a deployment
-        (`kvsp_sim.rest`) has to come true. Then all shard maps end. Then those who hold blocks leave, some in
-        good order and some at once, and every record has to leave the index, withdrawn or expired.
+        First all requests have to end, though engines may hang for good; then those are restarted. Then
+        prefetches, reshards and leases have to end, and what is then true of a deployment (`kvsp_sim.rest`)
+        has to come true. Then all shard maps end. Then those who hold blocks leave, some in good order and
+        some at once, and every record has to leave the index, withdrawn or expired.
         """
         for host in self.cluster.hosts.values():
             if host.requests:
@@ -276,6 +277,8 @@ class SimulatedCluster:
         waiting = sum(users.waiting for users in self.users)
         if waiting:
             return f"{waiting} users still wait for output"
+        if self._chaos.restart_hung():
+            return "instances whose engines hang are being restarted"
         if not self._leaving:
             left = self._operator.unended() or self._end_maps() or self._resharding.unended()
             left = left or self.rest.missing(with_maps=False)

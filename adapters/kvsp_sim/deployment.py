@@ -10,6 +10,7 @@ import attrs
 
 from kvsp_core.container import ContainerHeader
 from kvsp_core.identity import CompatibilityDescriptor, Scope
+from kvsp_core.limits import ENGINE_SILENCE_MS
 from kvsp_core.machines.fleet import Fleet
 from kvsp_core.machines.lease import LeaseTable
 from kvsp_core.machines.placement import Candidate, LowestCost
@@ -118,6 +119,21 @@ class _Times:
 
 
 @attrs.frozen(kw_only=True)
+class _Patience:
+    """How long an engine may report nothing, a session send no checkpoint, and a user get no token."""
+
+    engine_silence_ms: int = ENGINE_SILENCE_MS
+    idle_ms: int = 2_000
+    user_ms: int = 15_000
+
+
+_PATIENCE: Final = MappingProxyType(
+    {"engines": _Patience(engine_silence_ms=400, idle_ms=60_000, user_ms=30_000)}
+)
+"""Under a profile of faults in which engines hang: then nobody gives up before that is noticed."""
+
+
+@attrs.frozen(kw_only=True)
 class _Pace:
     """How fast engines are, and how long a user thinks. A slow engine makes fetching worth more than
     computing, and its sessions are there when something fails.
@@ -191,6 +207,7 @@ class Deployment:
     def __init__(self, options: Options, random: Randomness) -> None:
         self.options = options
         self.times = _Times.drawn(random.split("limits"))
+        self.patience = _PATIENCE.get(options.faults, _Patience())
         pace = random.split("pace")
         self.pace = _Pace.drawn(pace, options.faults)
         large = options.wire == "h2" and random.split("blocks").chance(0.3)
@@ -277,7 +294,11 @@ class Deployment:
         settings = ControllerSettings(
             placement=placement,
             times=SessionTimes(
-                placed_ms=2_000, idle_ms=2_000, wait_ms=3_000, resume_ms=1_000, kept_ms=10_000
+                placed_ms=2_000,
+                idle_ms=self.patience.idle_ms,
+                wait_ms=3_000,
+                resume_ms=1_000,
+                kept_ms=10_000,
             ),
             prefetch_deadline_ms=100,
             prefetch_lease_ms=times.lease_ms,
@@ -362,6 +383,7 @@ class Deployment:
             call_timeout_ms=self.times.call_ms,
             fetch_timeout_ms=2 * self.times.call_ms,
             session_kept_ms=5_000,
+            engine_silence_ms=self.patience.engine_silence_ms,
             prefetch=self.scarcity.prefetch,
         )
 
@@ -377,7 +399,7 @@ class Deployment:
             placement_call_ms=self.times.call_ms,  # too short for some: an answer may find nobody there
             silence_ms=300,
             placement_ms=10_000,
-            patience_ms=15_000,
+            patience_ms=self.patience.user_ms,
         )
 
 

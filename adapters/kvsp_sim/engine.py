@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import attrs
@@ -138,10 +139,11 @@ class SimulatedEngine:
         self._random = randomness
         self._buffers = buffers
         self._deliver = deliver
-        self._later = later
+        self._host_later = later
         self._observe = observe
         self.dead = False
         """Whether everything it is asked for fails."""
+        self._hung: list[Callable[[], None]] | None = None  # what it would have done since
         self._sequences: dict[int, _Sequence] = {}
         self._imported: dict[int, dict[int, bytes]] = {}
         self._handlers: dict[type, Callable[..., None]] = {
@@ -158,7 +160,32 @@ class SimulatedEngine:
 
     def execute(self, command: EngineCommand) -> None:
         """Carry out a command."""
-        self._handlers[type(command)](command)
+        self._do(self._handlers[type(command)], command)
+
+    @property
+    def hung(self) -> bool:
+        """Whether it takes commands and says nothing."""
+        return self._hung is not None
+
+    def hang(self) -> None:
+        """Do nothing any more, until `go_on`."""
+        if self._hung is None:
+            self._hung = []
+
+    def go_on(self) -> None:
+        """Do what there was to do meanwhile, in order, and go on."""
+        left, self._hung = self._hung or [], None
+        for each in left:
+            each()
+
+    def _do(self, call: Callable[..., None], *arguments: object) -> None:
+        if self._hung is None:
+            call(*arguments)
+        else:
+            self._hung.append(partial(call, *arguments))
+
+    def _later(self, delay_us: int, call: Callable[..., None], *arguments: object) -> None:
+        self._host_later(delay_us, self._do, call, *arguments)
 
     @property
     def idle(self) -> bool:

@@ -12,6 +12,7 @@ from typing import Final
 
 from kvsp_sim.clock import Clock
 from kvsp_sim.disk import StorageFaults
+from kvsp_sim.engine import SimulatedEngine
 from kvsp_sim.host import Cluster, Process
 from kvsp_sim.network import NetworkFaults
 from kvsp_sim.randomness import Randomness
@@ -28,7 +29,7 @@ PROFILES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "network": _NETWORK,
         "processes": _PROCESSES,
         "storage": _STORAGE,
-        "engines": ("engine-dies",),
+        "engines": ("engine-dies", "engine-hangs"),
         "all": (*_NETWORK, *(_PROCESSES * 3), *_STORAGE),
     }
 )
@@ -98,6 +99,7 @@ class Chaos:
             "forgotten": lambda: self._storage_fault("forgotten", 0.5, keeping),
             "full": lambda: self._storage_fault("full", 1.0, keeping),
             "engine-dies": self._kill_engine,
+            "engine-hangs": self._hang_engine,
         }
         self._next()
 
@@ -184,15 +186,41 @@ class Chaos:
             life = process.starts
             self._later(lambda: process.proceed() if process.starts == life and process.paused else None)
 
-    def _kill_engine(self) -> None:
-        """Have everything fail that an engine is asked for, for a while: of one engine at a time."""
+    # Engines
+
+    def _sound_engine(self) -> SimulatedEngine | None:
+        """Return an engine, where none is dead or hangs: it is one at a time."""
         engines = [host.engine for host in self._cluster.hosts.values() if host.engine is not None]
-        if any(engine.dead for engine in engines):
-            return
-        engine = self._random.pick(engines)
-        engine.dead = True
-        self._cluster.counts["engines dead"] += 1
-        self._later(lambda: setattr(engine, "dead", False))
+        if any(engine.dead or engine.hung for engine in engines):
+            return None
+        return self._random.pick(engines)
+
+    def _kill_engine(self) -> None:
+        """Have everything fail that an engine is asked for, for a while."""
+        engine = self._sound_engine()
+        if engine is not None:
+            engine.dead = True
+            self._cluster.counts["engines dead"] += 1
+            self._later(lambda: setattr(engine, "dead", False))
+
+    def _hang_engine(self) -> None:
+        """Have an engine say nothing any more: for a while, or until its process is restarted."""
+        engine = self._sound_engine()
+        if engine is not None:
+            engine.hang()
+            self._cluster.counts["engines hung"] += 1
+            if self._random.chance(0.8):
+                self._later(engine.go_on)
+
+    def restart_hung(self) -> bool:
+        """Restart the processes whose engines hang for good; return whether there were any."""
+        hosts = [
+            host for host in self._cluster.hosts.values() if host.engine is not None and host.engine.hung
+        ]
+        for host in hosts:
+            host.process.crash()
+            host.process.start()
+        return bool(hosts)
 
     # Network
 

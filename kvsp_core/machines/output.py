@@ -314,6 +314,11 @@ class OutputGate:
         return len(self._log)
 
     @property
+    def engine_ended(self) -> bool:
+        """Whether the engine has drawn its last token, or has failed."""
+        return bool(self._reason)
+
+    @property
     def covered(self) -> int:
         """How many of them an acknowledged checkpoint covers."""
         return self._covered

@@ -11,6 +11,10 @@ hears of nothing until a request is here (PF-2).
 
 Requirements ST-1, ST-3, LC-1, LC-3, LC-4, PF-1 to PF-7, CP-1, CP-3, MG-2, MG-3, RS-2, RS-3, RS-5; decisions
 W14, W15, W18 to W22, W31, W32.
+
+An engine that hangs reports nothing (`engine_watch`): then what it was asked for ends as if it had failed, it
+is asked for no more, and the status says `failing`, until it reports something. So that it has something to
+report it is given a sequence of one token.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ from kvsp_core.machines.lifecycle import InstanceLifecycle
 from kvsp_core.machines.prefetch import PrefetchLimits, PrefetchTable
 from kvsp_core.messages import PrefetchDirective, ReshardMessage, ResumeRequest, StateChange, StatusAnswer
 from kvsp_core.problems import INCOMPATIBLE, NOT_FOUND, SCOPE_DENIED, STALE_EPOCH, Problem
-from kvsp_core.records import InstanceStatus
+from kvsp_core.records import InstanceStatus, Sampler
 from kvsp_core.resources import (
     Attend,
     ChangeState,
@@ -48,6 +52,7 @@ from kvsp_core.resources import (
 )
 from kvsp_core.roles import engine, instance_copies, instance_loads, instance_sessions, instance_shards
 from kvsp_core.roles.authorization import Permission, Policy, authorize
+from kvsp_core.roles.engine_watch import EngineWatch
 from kvsp_core.roles.instance_copies import Copies
 from kvsp_core.roles.instance_loads import Loads
 from kvsp_core.roles.instance_meter import Meter
@@ -81,6 +86,14 @@ _OWN_LOADS: Final = PrefetchLimits(
     pending_directives=1024, pending_blocks=1 << 22, directive_blocks=1 << 20, kept_ms=1
 )
 """Of loads for sessions and shards, which are as large as those are, and which nobody asks about."""
+
+_PROBE: Final = engine.StartSequence(
+    sequence=0,  # those of sessions begin with 1
+    tokens=(0,),
+    cached_tokens=0,
+    sampler=Sampler(method="greedy", params={"max_tokens": 1}, seed=0, step=0, deterministic=True),
+)
+"""What an engine that is silent is asked for: whatever it says to that, it is alive."""
 
 
 @attrs.frozen
@@ -136,6 +149,7 @@ class Instance:
             decode_tokens_per_s=settings.decode_tokens_per_s,
             links=settings.links,
         )
+        self._watch = EngineWatch(settings.engine_silence_ms)
         self._prefetches = self._loads_of("prefetch", settings.prefetch)
         self._loads = self._loads_of("loads", _OWN_LOADS)
         self._copies = Copies(
@@ -151,6 +165,7 @@ class Instance:
             self._prefetches,
             self._copies,
             self._meter,
+            self._watch,
             settings=settings,
             models=models,
             scopes=scopes,
@@ -163,6 +178,7 @@ class Instance:
             self._work,
             blocks,
             self._loads,
+            self._watch,
             settings=settings,
             models=models,
             scopes=scopes,
@@ -241,10 +257,16 @@ class Instance:
         """Whether it was told to stop, has nothing left to do and is not listed at the index any more."""
         return self._stopped and self._blocks.safe_to_stop
 
+    @property
+    def engine_is_silent(self) -> bool:
+        """Whether its engine has work and has reported nothing for too long."""
+        return self._watch.silent
+
     def next_deadline_ms(self) -> int | None:
         """Return when the instance next wants `TimerFired`, or None."""
         return earliest(
             self._lifecycle.next_deadline_ms(),
+            self._watch.next_deadline_ms(),
             self._blocks.next_deadline_ms(),
             self._prefetches.table.next_deadline_ms(),
             self._loads.table.next_deadline_ms(),
@@ -255,6 +277,7 @@ class Instance:
 
     def handle(self, item: Input, now_ms: int) -> tuple[Effect, ...]:
         """Take one input in; return what is to be done."""
+        self._watch.heard(item, now_ms)
         match item:
             case RequestReceived():
                 self._received(item, now_ms)
@@ -281,8 +304,9 @@ class Instance:
             case engine.SequenceEnded():
                 self._sessions.engine_event(item, now_ms)
                 if item.reason == "error":
-                    self._work.observe("kvsp_engine_failures")
-                    self._live(lifecycle.ReportEngine(drawn=False), now_ms)
+                    self._engine_failed(now_ms)
+                if item.sequence == _PROBE.sequence:
+                    self._work.emit(engine.Abort(item.sequence))
             case TimerFired():
                 self._tick(now_ms)
             case _:
@@ -292,6 +316,8 @@ class Instance:
     def _done(self, now_ms: int) -> tuple[Effect, ...]:
         """Pass on what the holder has to tell, and loads that have ended, until nothing is new."""
         while True:
+            if self._watch.silent:
+                self._fail_what_waits(now_ms)
             news = self._blocks.take_news()
             for each in news:
                 self._prefetches.take_news(each, now_ms)
@@ -307,7 +333,9 @@ class Instance:
         if load != self._load:
             self._load = load
             self._live(lifecycle.ReportLoad(load), now_ms)
-        return self._work.take()
+        effects = self._work.take()
+        self._watch.told(effects, now_ms)
+        return effects
 
     def _tick(self, now_ms: int) -> None:
         self._live(lifecycle.TimerFired(), now_ms)
@@ -317,6 +345,21 @@ class Instance:
         self._sessions.time_passed(now_ms)
         self._copies.time_passed(now_ms)
         self._shards.time_passed(now_ms)
+        if self._watch.fell_silent(now_ms):
+            self._work.observe("kvsp_engine_silences")
+            self._work.emit(engine.Abort(_PROBE.sequence), _PROBE)
+
+    # Engine
+
+    def _engine_failed(self, now_ms: int) -> None:
+        self._work.observe("kvsp_engine_failures")
+        self._live(lifecycle.ReportEngine(drawn=False), now_ms)
+
+    def _fail_what_waits(self, now_ms: int) -> None:
+        """End all that waits for the engine, as if it had failed."""
+        self._shards.fail_steps()
+        for _ in range(self._sessions.fail_all(now_ms)):
+            self._engine_failed(now_ms)
 
     # Requests
 
@@ -494,7 +537,7 @@ class Instance:
             compat_ids=tuple(sorted(self._models)),
             seq=effect.seq,
             numerics=settings.numerics,
-            failing=effect.failing or None,
+            failing=effect.failing or self._watch.silent or None,
         )
         operation = ReportStatus(component_id(self.base_uri))
         self._work.call(

@@ -13,6 +13,7 @@ import attrs
 from kvsp_core.identity import CompatibilityDescriptor
 from kvsp_core.machines import prefetch
 from kvsp_core.roles import engine, instance_imports
+from kvsp_core.roles.engine_watch import EngineWatch
 from kvsp_core.roles.instance_copies import Copies
 from kvsp_core.roles.instance_imports import Imports
 from kvsp_core.roles.instance_loads import Loads
@@ -29,7 +30,8 @@ class Places:
     """The `batch_size` places of an engine, and the sessions that wait for one.
 
     `sessions` are all of the instance, by name. `prefix_lost` is told of a session that cannot run because
-    only so many of its blocks came in, and the tokens of those that follow are not known.
+    only so many of its blocks came in, and the tokens of those that follow are not known. While the engine is
+    silent, as `watch` tells, nobody gets a place.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class Places:
         prefetches: Loads,
         copies: Copies,
         meter: Meter,
+        watch: EngineWatch,
         *,
         sessions: Mapping[str, ServedSession],
         models: Mapping[str, CompatibilityDescriptor],
@@ -49,6 +52,7 @@ class Places:
         self._blocks = blocks
         self._prefetches = prefetches
         self._meter = meter
+        self._watch = watch
         self._imports = Imports(work, blocks, copies)
         self._sessions = sessions
         self._models = models
@@ -70,6 +74,11 @@ class Places:
     def queued(self) -> int:
         """Sessions that wait for a place."""
         return len(self._queue)
+
+    @property
+    def sessions(self) -> tuple[ServedSession, ...]:
+        """Those that wait for a place, and those that have one."""
+        return tuple(self._sessions[name] for name in (*self._queue, *self._sequences.values()))
 
     def session_of(self, sequence: int) -> ServedSession | None:
         """Return the session that has a place as this sequence."""
@@ -109,14 +118,18 @@ class Places:
         if self._admitting:
             return  # where a start has failed its place is free again, and the loop below sees that
         self._admitting = True
-        while (self._queue and len(self._sequences) < self._batch_size) or self._imports.any_done:
-            if self._queue and len(self._sequences) < self._batch_size:
+        while self._can_give_place or self._imports.any_done:
+            if self._can_give_place:
                 self._give_place(self._sessions[next(iter(self._queue))], now_ms)
             for (name, run), count in self._imports.take_done():
                 session = self._sessions.get(name)
                 if session is not None and session.run == run:
                     self._start_sequence(session, count, now_ms)
         self._admitting = False
+
+    @property
+    def _can_give_place(self) -> bool:
+        return bool(self._queue) and len(self._sequences) < self._batch_size and not self._watch.silent
 
     def _give_place(self, session: ServedSession, now_ms: int) -> None:
         """Take a session out of the queue, and bring the blocks that are held of it into the engine."""

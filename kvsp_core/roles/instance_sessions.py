@@ -36,6 +36,7 @@ from kvsp_core.problems import (
 from kvsp_core.records import SessionCheckpoint
 from kvsp_core.resources import RecordCheckpoint
 from kvsp_core.roles import engine, instance_imports
+from kvsp_core.roles.engine_watch import EngineWatch
 from kvsp_core.roles.instance_copies import Copies
 from kvsp_core.roles.instance_loads import Loads
 from kvsp_core.roles.instance_meter import Meter
@@ -79,6 +80,7 @@ class Sessions:
         prefetches: Loads,
         copies: Copies,
         meter: Meter,
+        watch: EngineWatch,
         *,
         settings: InstanceSettings,
         models: Mapping[str, CompatibilityDescriptor],
@@ -109,6 +111,7 @@ class Sessions:
             prefetches,
             copies,
             meter,
+            watch,
             sessions=self._sessions,
             models=models,
             batch_size=settings.batch_size,
@@ -433,6 +436,22 @@ class Sessions:
                     self._copies.export(session.name, session.run, session.name_of(index), sequence, index)
             case engine.SequenceEnded(_, reason):
                 self._through_gate(session, output.EngineEnded(reason), now_ms)
+
+    def fail_all(self, now_ms: int) -> int:
+        """End what the engine has of sessions, and those that wait for it, as if it had failed them; return
+        how many it has failed.
+
+        Their copies stay leased for a while, for who goes on. What the engine still says of them is ignored.
+        """
+        failed = 0
+        for session in self._places.sessions:
+            self._copies.abandon(session.name, session.run)
+            self._places.give_up(session)
+            self._places.leave(session, now_ms)
+            if session.gate is not None and not session.gate.engine_ended:
+                failed += 1
+                self._through_gate(session, output.EngineEnded("error"), now_ms)
+        return failed
 
     # The gate
 

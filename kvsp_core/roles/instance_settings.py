@@ -7,6 +7,7 @@ import attrs
 from kvsp_core.limits import (
     CALL_TIMEOUT_MS,
     COPY_LEASE_MS,
+    ENGINE_SILENCE_MS,
     RESHARD_DEADLINE_MS,
     RESUME_LOAD_MS,
     SESSION_KEPT_MS,
@@ -39,6 +40,9 @@ class InstanceSettings:
     status_ttl_ms: int = 3_000
     report_to_index: bool = False
     sleep_after_ms: int | None = None
+    engine_silence_ms: int | None = ENGINE_SILENCE_MS
+    """How long the engine may report nothing while it has work, until it counts as hung; None waits without
+    end."""
     copy_lease_ms: int = COPY_LEASE_MS
     resume_load_ms: int = RESUME_LOAD_MS
     shard_load_ms: int = RESHARD_DEADLINE_MS

@@ -36,10 +36,11 @@ from kvsp_core.problems import (
     Problem,
 )
 from kvsp_core.roles import engine
+from kvsp_core.roles.engine_watch import EngineWatch
 from kvsp_core.roles.instance_loads import Loads
 from kvsp_core.roles.instance_settings import InstanceSettings
 from kvsp_core.roles.local_blocks import LocalBlocks, check_read
-from kvsp_core.roles.role import BlockName, JobDone, JobFailed, ReadBlock, Respond
+from kvsp_core.roles.role import BlockName, JobDone, JobFailed, JobFault, ReadBlock, Respond
 from kvsp_core.roles.serving import done, refuse
 from kvsp_core.roles.work import Work
 
@@ -51,6 +52,8 @@ _AT_A_TIME: Final = 4
 
 _FIRST_RETRY_MS, _LAST_RETRY_MS = 1_000, 60_000
 """How long to wait before blocks that are owned and not here are looked for again; doubles each time."""
+
+_ENGINE_FAILED: Final = Problem(UNAVAILABLE, "the engine failed; try again")
 
 
 @attrs.frozen
@@ -133,6 +136,7 @@ class Shards:
         work: Work,
         blocks: LocalBlocks,
         loads: Loads,
+        watch: EngineWatch,
         *,
         settings: InstanceSettings,
         models: Mapping[str, CompatibilityDescriptor],
@@ -144,6 +148,7 @@ class Shards:
         self._work = work
         self._blocks = blocks
         self._loads = loads
+        self._watch = watch
         self._settings = settings
         self._models = models
         self._scopes = scopes
@@ -243,6 +248,8 @@ class Shards:
         problem = member.refuse_step(shard.state, body.version) or self._unfit(shard, body)
         if problem is None and not shard.wanted <= shard.in_engine:
             problem = Problem(UNAVAILABLE, "the range is still being loaded; try again")
+        if problem is None and self._watch.silent:
+            problem = _ENGINE_FAILED
         if problem is not None:
             self._work.emit(refuse(request_id, problem))
             return
@@ -257,10 +264,17 @@ class Shards:
         if problem is not None:
             self._work.emit(refuse(step.request_id, problem))
         elif isinstance(item, JobFailed):
-            self._work.emit(refuse(step.request_id, Problem(UNAVAILABLE, "the engine failed; try again")))
+            self._work.emit(refuse(step.request_id, _ENGINE_FAILED))
         else:
             response, octets = json_response(item.data)
             self._work.emit(Respond(step.request_id, response, octets))
+
+    def fail_steps(self) -> None:
+        """Answer the steps that the engine has as if it had failed; what comes of them is ignored."""
+        steps = [(job, of) for job, of in self._work.jobs.items() if isinstance(of, _AttendFor)]
+        for job, step in steps:
+            del self._work.jobs[job]
+            self._attended(step, JobFailed(job, JobFault.BROKEN))
 
     def _unfit(self, shard: _Shard, body: AttendRequest) -> Problem | None:
         """Return what of a question does not fit the model, as far as its descriptor tells."""

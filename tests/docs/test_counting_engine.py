@@ -10,45 +10,16 @@ from typing import Any
 import httpx
 import pytest
 
-from kvsp_core.identity import Scope
-from kvsp_engines.prepare import prepare_tiny
-from tests.adapters.services.cluster import Cluster, free_ports, until
+from tests.adapters.services.cluster import cluster_with_an_api, free_ports, until
 
 ROOT = Path(__file__).resolve().parents[2]
-KEY = bytes(range(32))
-POLICY = f"""
-[principals]
-"{{index}}" = ["index"]
-"{{controller}}" = ["controller"]
-"{{instance}}" = ["instance", "holder"]
-"{{front_end}}" = ["front-end"]
-[scopes.{Scope(KEY).scope_id}]
-read = ["{{controller}}", "{{instance}}", "{{front_end}}"]
-write = ["{{instance}}"]
-publish = ["{{instance}}"]
-"""
 
 
 @pytest.fixture
 def api(tmp_path: Path) -> Iterator[str]:
     """The API of a cluster in one process, whose instance has the engine of the page."""
     (port,) = free_ports(1)
-    prepare_tiny(tmp_path / "model")
-    (tmp_path / "tenant.key").write_bytes(KEY)
-    (tmp_path / "tenant.key").chmod(0o600)
-    tier = '[[instance.tiers]]\ntier = "host"\ncapacity_bytes = 10_000_000'
-    instance = f'model_dir = "model"\nindex = ["{{index}}"]\ncontroller = "{{controller}}"\n{tier}'
-    front_end = f'model_dir = "model"\ncontroller = "{{controller}}"\napi_port = {port}'
-    cluster = Cluster(
-        tmp_path,
-        {
-            "index": "",
-            "controller": 'index = ["{index}"]',
-            "instance": instance,
-            "front_end": f'{front_end}\n[[scopes]]\nkey_file = "tenant.key"',
-        },
-        POLICY,
-    )
+    cluster = cluster_with_an_api(tmp_path, port)
     cluster.start(program=[sys.executable, str(ROOT / "docs" / "examples" / "counting_engine.py")])
     yield f"http://127.0.0.1:{port}/v1/completions"
     assert cluster.stop() == 0, cluster.log

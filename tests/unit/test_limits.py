@@ -29,6 +29,12 @@ def test_a_call_that_a_role_makes_for_another_ends_before_the_other_has_given_up
     assert settings.session_kept_ms > limits.OUTPUT_SILENCE_MS + limits.CALL_TIMEOUT_MS
 
 
+def test_an_engine_that_hangs_is_noticed_well_before_anybody_gives_the_session_up() -> None:
+    settings = InstanceSettings(base_uri="https://a/", controller_uri="", index_uris=(), epoch=1)
+    assert settings.engine_silence_ms == limits.ENGINE_SILENCE_MS
+    assert limits.ENGINE_SILENCE_MS * limits.MAX_ENGINE_FAILURES < limits.MAX_SESSION_IDLE_MS
+
+
 @pytest.mark.requirement("CP-1")
 def test_copies_outlive_the_failure_of_their_instance_and_the_resume_elsewhere() -> None:
     settings = InstanceSettings(base_uri="https://a/", controller_uri="", index_uris=(), epoch=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from queue import SimpleQueue
+from threading import Event
 
 import numpy as np
 import pytest
@@ -198,7 +199,7 @@ def test_a_thread_runs_commands_in_order_and_reports(engine: NumpyEngine) -> Non
     command, result = jobs.get(timeout=30)  # type: ignore[misc]
     assert command == Proceed(77)
     assert isinstance(result, KVSPError)
-    thread.stop()
+    assert thread.stop(30)
 
 
 class _Importing:
@@ -254,7 +255,39 @@ def test_an_engine_that_raises_is_said_to_be_broken(engine: NumpyEngine) -> None
     thread.start()
     thread.submit("no command")  # type: ignore[arg-type]
     assert isinstance(broken.get(timeout=30), AssertionError)
-    thread.stop()
+    assert thread.stop(30)
+
+
+class _Hanging:
+    """An engine that does not come back from its work until it is let go."""
+
+    numerics = None
+
+    def __init__(self) -> None:
+        self.begun, self.let_go = Event(), Event()
+
+    def execute(self, command: EngineCommand, layers: Sequence[LayerOctets] = ()) -> JobResult:
+        return ()
+
+    def step(self) -> tuple[EngineEvent, ...]:
+        self.begun.set()
+        self.let_go.wait()
+        return ()
+
+    def busy(self) -> bool:
+        return True
+
+
+def test_a_thread_whose_engine_hangs_is_not_waited_for() -> None:
+    engine = _Hanging()
+    thread = EngineThread(
+        engine, deliver_events=lambda events: None, deliver_job=lambda *job: None, broken=lambda error: None
+    )
+    thread.start()
+    assert engine.begun.wait(30)
+    assert not thread.stop(0)
+    engine.let_go.set()
+    assert thread.stop(30)
 
 
 def test_text_survives_the_tokenizer(directory: Path) -> None:

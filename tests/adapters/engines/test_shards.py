@@ -149,7 +149,7 @@ def test_a_question_that_does_not_fit_is_refused_and_the_engine_goes_on(holders:
     thread.start()
     for command in (*questions, *answers):
         thread.submit(command)
-    thread.stop()
+    assert thread.stop(30)
     assert broken == []
     outcomes = [results.get_nowait()[1] for _ in (*questions, *answers)]
     assert all(isinstance(each, KVSPError) for each in outcomes[: len(questions)])

@@ -12,15 +12,29 @@ from pathlib import Path
 
 import httpx
 
+from kvsp_core.identity import Scope
+from kvsp_engines.prepare import prepare_tiny
 from kvsp_services.demo.cluster import free_ports
 from kvsp_services.pki import init_ca, issue
 
-__all__ = ["OPERATOR", "Cluster", "free_ports", "until"]
+__all__ = ["OPERATOR", "Cluster", "cluster_with_an_api", "free_ports", "until"]
 
 TIMEOUT_S = 120
 """For whatever should come soon: the machine may be busy."""
 SERVE = (sys.executable, "-m", "kvsp_services.demo.member", "serve")
 OPERATOR = "spiffe://example/operator"
+KEY = bytes(range(32))
+POLICY = f"""
+[principals]
+"{{index}}" = ["index"]
+"{{controller}}" = ["controller"]
+"{{instance}}" = ["instance", "holder"]
+"{{front_end}}" = ["front-end"]
+[scopes.{Scope(KEY).scope_id}]
+read = ["{{controller}}", "{{instance}}", "{{front_end}}"]
+write = ["{{instance}}"]
+publish = ["{{instance}}"]
+"""
 
 
 def until(check: Callable[[], bool], seconds: float = TIMEOUT_S) -> bool:
@@ -121,3 +135,22 @@ class Cluster:
             return self.process.wait(TIMEOUT_S)
         finally:
             self.process.stdin.close()  # by which it would end, too
+
+
+def cluster_with_an_api(directory: Path, api_port: int, instance: str = "") -> Cluster:
+    """Return an index, a controller, an instance with the tiny model and a front end with its API, all in one
+    process. `instance` are further lines of the instance's section.
+    """
+    prepare_tiny(directory / "model")
+    (directory / "tenant.key").write_bytes(KEY)
+    (directory / "tenant.key").chmod(0o600)
+    knows = 'model_dir = "model"\ncontroller = "{controller}"\n'
+    tier = '[[instance.tiers]]\ntier = "host"\ncapacity_bytes = 10_000_000'
+    scope = '[[scopes]]\nkey_file = "tenant.key"'
+    sections = {
+        "index": "",
+        "controller": 'index = ["{index}"]',
+        "instance": f'{knows}index = ["{{index}}"]\n{instance}\n{tier}',
+        "front_end": f"{knows}api_port = {api_port}\n{scope}",
+    }
+    return Cluster(directory, sections, POLICY)

@@ -76,7 +76,7 @@ def test_a_sequence_that_the_engine_refuses_ends_with_an_error_and_nothing_else_
     command, result = heard.queue.get(timeout=30)  # type: ignore[misc]
     assert command == "anything else"
     assert isinstance(result, KVSPError)
-    port.stop()
+    assert port.stop()
 
 
 def test_an_engine_that_breaks_takes_its_role_along() -> None:
@@ -87,7 +87,7 @@ def test_an_engine_that_breaks_takes_its_role_along() -> None:
     found = heard.queue.get(timeout=30)
     while not isinstance(found, OSError):
         found = heard.queue.get(timeout=30)
-    port.stop()
+    assert port.stop()
 
 
 def test_what_the_environment_says_is_left_alone() -> None:

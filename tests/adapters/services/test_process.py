@@ -270,7 +270,7 @@ def test_a_front_end_is_ready_once_its_api_takes_connections() -> None:
     from kvsp_services.running_role import RunningRole
 
     role = object.__new__(RunningRole)
-    role.trouble, role.listener, role.api_listens = None, None, False
+    role.trouble, role.listener, role.api_listens, role.role = None, None, False, None
     assert role.unready == "not listening yet"
     role.listener = object()
     assert role.unready == "not listening yet"
