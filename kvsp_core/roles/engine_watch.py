@@ -22,11 +22,11 @@ _Owed: TypeAlias = tuple[str, int]
 class EngineWatch:
     """When the engine of an instance was last heard, and what it owes.
 
-    It is silent once it has reported nothing for `silence_ms`, and has owed something for as long; None waits
-    without end. It is not silent any more as soon as it reports anything.
+    It is silent once it has reported nothing for `silence_ms`, and has owed something for as long. It is not
+    silent any more as soon as it reports anything.
     """
 
-    def __init__(self, silence_ms: int | None) -> None:
+    def __init__(self, silence_ms: int) -> None:
         self._silence_ms = silence_ms
         self._heard_at_ms = 0
         self._owed_since_ms: dict[_Owed, int] = {}  # the oldest first
@@ -35,8 +35,6 @@ class EngineWatch:
 
     def told(self, effects: Iterable[Effect], now_ms: int) -> None:
         """Take note of what goes out: commands to the engine are among it."""
-        if self._silence_ms is None:
-            return
         owed = self._owed_since_ms
         for effect in effects:
             match effect:
@@ -76,7 +74,7 @@ class EngineWatch:
 
     def next_deadline_ms(self) -> int | None:
         """Return when the engine will have been silent for too long, or None."""
-        if self._silence_ms is None or self.silent or not self._owed_since_ms:
+        if self.silent or not self._owed_since_ms:
             return None
         oldest_ms = next(iter(self._owed_since_ms.values()))
         return max(self._heard_at_ms, oldest_ms) + self._silence_ms

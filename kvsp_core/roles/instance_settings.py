@@ -40,9 +40,8 @@ class InstanceSettings:
     status_ttl_ms: int = 3_000
     report_to_index: bool = False
     sleep_after_ms: int | None = None
-    engine_silence_ms: int | None = ENGINE_SILENCE_MS
-    """How long the engine may report nothing while it has work, until it counts as hung; None waits without
-    end."""
+    engine_silence_ms: int = ENGINE_SILENCE_MS
+    """How long the engine may report nothing while it has work, until it counts as hung."""
     copy_lease_ms: int = COPY_LEASE_MS
     resume_load_ms: int = RESUME_LOAD_MS
     shard_load_ms: int = RESHARD_DEADLINE_MS

@@ -84,11 +84,28 @@ def test_an_engine_that_is_dead_attracts_no_more_requests_than_it_takes_to_see_i
     assert cluster.counts["kvsp_engine_failures"] <= MAX_ENGINE_FAILURES + under_way
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_an_engine_that_hangs_holds_up_nobody_for_long(seed: int) -> None:
+    cluster = SimulatedCluster(seed, Options(faults="engines", users=2), Trace())
+    cluster._chaos.heal()
+    cluster.cluster.processes["operator"].crash()  # who would drain the others
+    cluster.world.run(until_us=500_000)
+    hung = next(host for host in cluster.cluster.hosts.values() if host.engine is not None)
+    assert hung.engine is not None
+    hung.engine.hang()
+    cluster.world.run(until_us=15_000_000)
+    assert cluster.counts["requests served"] > 20
+    assert cluster.counts["kvsp_engine_silences"] == 1
+
+
 @pytest.mark.verify
 @pytest.mark.parametrize("first", range(0, 300, CHUNK))
-def test_engines_that_fail_cost_no_output(first: int) -> None:
+def test_engines_that_fail_or_hang_cost_no_output(first: int) -> None:
     for seed in range(first, first + CHUNK):
-        check(run_seed(seed, Options(faults="engines", steps=4_000)))
+        outcome = run_seed(seed, Options(faults="engines", steps=4_000))
+        check(outcome)
+        hung = outcome.counts.get("engines hung", 0)
+        assert outcome.counts.get("kvsp_engine_silences", 0) <= hung, "one that works is not taken for hung"
 
 
 @pytest.mark.verify

@@ -6,7 +6,7 @@ import pytest
 
 from kvsp_core.bodies import decode
 from kvsp_core.ext_messages import AttendRequest, OutputEnd, OutputRequest, OutputToken
-from kvsp_core.limits import ENGINE_SILENCE_MS, MAX_ENGINE_FAILURES
+from kvsp_core.limits import MAX_ENGINE_FAILURES
 from kvsp_core.messages import FetchRange, ReshardCommit, StateChange
 from kvsp_core.records import InstanceStatus
 from kvsp_core.resources import (
@@ -59,7 +59,7 @@ def silences(world: World) -> int:
 # What happens
 
 
-@pytest.mark.requirement("MG-1")
+@pytest.mark.requirement("MG-1", "PL-2")
 def test_the_output_of_an_engine_that_hangs_ends_as_if_it_had_failed() -> None:
     world, request = begun()
     sequence = world.sequence()
@@ -211,7 +211,7 @@ def test_of_a_paused_sequence_nothing_is_expected_until_it_may_go_on() -> None:
     assert [end.end for end in ended(world, request)] == ["error"]
 
 
-@pytest.mark.requirement("KC-3")
+@pytest.mark.requirement("MG-1")
 def test_a_session_whose_blocks_hang_on_their_way_in_ends_and_its_buffers_stay_the_engines() -> None:
     world = World(engine_silence_ms=SILENCE_MS)
     world.beside.hold(*KEYS)
@@ -337,9 +337,12 @@ def test_silence_counts_from_what_is_owed_for_longest() -> None:
     assert (watch.silent, watch.next_deadline_ms()) == (False, None)
 
 
-def test_without_a_time_it_is_waited_for_without_end() -> None:
-    watch = EngineWatch(None)
-    watch.told((engine.Attend(1, "m", 0, (), b""),), 0)
-    assert watch.next_deadline_ms() is None
-    assert not watch.fell_silent(10**9)
-    assert World().role.settings.engine_silence_ms == ENGINE_SILENCE_MS
+def test_its_state_is_the_same_at_any_time() -> None:
+    states = []
+    for began_ms in (0, 1_000):
+        watch = EngineWatch(100)
+        start = engine.StartSequence(sequence=1, tokens=(1,), cached_tokens=0, sampler=sampler())
+        watch.told((start,), began_ms)
+        watch.heard(engine.Prefilled(1), began_ms + 10)
+        states.append(watch.freeze(began_ms + 30))
+    assert states == [(False, (), ((("sequence", 1), 20),))] * 2
