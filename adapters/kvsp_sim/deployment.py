@@ -120,17 +120,21 @@ class _Times:
 
 @attrs.frozen(kw_only=True)
 class _Patience:
-    """How long an engine may report nothing, a session send no checkpoint, and a user get no token."""
+    """How long an engine may report nothing, a session send no checkpoint, an instance take to resume one,
+    and a user get no token.
+    """
 
     engine_silence_ms: int = ENGINE_SILENCE_MS
     idle_ms: int = 2_000
+    resume_ms: int = 1_000
     user_ms: int = 15_000
 
 
 _PATIENCE: Final = MappingProxyType(
-    {"engines": _Patience(engine_silence_ms=400, idle_ms=60_000, user_ms=30_000)}
+    {"engines": _Patience(engine_silence_ms=400, idle_ms=60_000, resume_ms=6_000, user_ms=30_000)}
 )
-"""Under a profile of faults in which engines hang: then nobody gives up before that is noticed."""
+"""Where engines are all that fails, nobody gives up before an engine that hangs is noticed, or before a front
+end comes back, which waits for 2 s at most."""
 
 
 @attrs.frozen(kw_only=True)
@@ -297,7 +301,7 @@ class Deployment:
                 placed_ms=2_000,
                 idle_ms=self.patience.idle_ms,
                 wait_ms=3_000,
-                resume_ms=1_000,
+                resume_ms=self.patience.resume_ms,
                 kept_ms=10_000,
             ),
             prefetch_deadline_ms=100,
