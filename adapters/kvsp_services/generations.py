@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import anyio
 import structlog
+from anyio.abc import SocketAttribute, SocketListener
 from anyio.streams.memory import MemoryObjectSendStream
 
 from kvsp_core.errors import KVSPError
@@ -19,6 +19,7 @@ from kvsp_core.heads import is_traceparent
 from kvsp_core.records import Sampler
 from kvsp_core.roles import front_end as roles
 from kvsp_services.driver import Driver
+from kvsp_services.http1 import HttpServer, connections_allowed
 from kvsp_services.logs import REQUEST_ID
 from kvsp_services.openai_api import Ended, Failed, GenerationEvent, GenerationRequest, Started, Token
 from kvsp_services.request_log import OVERLOADED, new_traceparent, request_id_of
@@ -26,8 +27,6 @@ from kvsp_services.request_log import OVERLOADED, new_traceparent, request_id_of
 __all__ = ["Generations", "serve_api"]
 
 _GIVEN_UP: Final = "given up"
-_IDLE_S: Final = 5.0
-"""How long a connection to the API may be without a whole head of a request; then it is closed."""
 _WAITING_CONNECTIONS: Final = 128
 """Connections to the API that the system keeps until they are accepted."""
 
@@ -172,7 +171,6 @@ async def serve_api(
     *,
     host: str,
     port: int,
-    on_trio: bool,
     listening: Callable[[int], None],
     stopping: Callable[[], Awaitable[Any]],
 ) -> None:
@@ -180,36 +178,16 @@ async def serve_api(
 
     `listening` is told the port once connections are taken.
     """
-    from hypercorn.config import Config
-
     try:
-        sock = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        opened = await anyio.create_tcp_listener(
+            local_host=host, local_port=port, backlog=_WAITING_CONNECTIONS, reuse_port=False
+        )
     except OSError as error:
         why = os.strerror(error.errno) if error.errno else str(error)
         raise KVSPError(
             f"[front_end]: the API cannot listen on {host}:{port}: {why};"
             " stop what listens there, or set api_port"
         ) from None
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    listening(int(sock.getsockname()[1]))
-    settings = Config()
-    settings.bind = [f"fd://{os.dup(sock.fileno())}"]
-    # asyncio accepts as many in a row as may wait, and without descriptors tries each of them again by
-    # itself, as many times as many: it comes to nothing else. So one at a time, while many may wait.
-    settings.backlog = 1
-    settings.keep_alive_timeout = _IDLE_S
-    settings.graceful_timeout = 3
-    settings.accesslog = None
-    settings.errorlog = None
-    serve: Any
-    if on_trio:
-        from hypercorn.trio import serve
-    else:
-        from hypercorn.asyncio import serve
-
-    async def until_stopped() -> None:
-        with sock:
-            sock.listen(_WAITING_CONNECTIONS)
-            await stopping()
-
-    await serve(app, settings, shutdown_trigger=until_stopped)
+    listeners = cast("Sequence[SocketListener]", opened.listeners)
+    listening(opened.extra(SocketAttribute.local_port))
+    await HttpServer(app, connections=connections_allowed()).serve(listeners, stopping)

@@ -35,7 +35,6 @@ from kvsp_services.engine_port import ThreadedEngine, numpy_engine
 from kvsp_services.epochs import next_epoch
 from kvsp_services.generations import Generations, serve_api
 from kvsp_services.logs import REQUEST_ID
-from kvsp_services.loops import TrioLoop
 from kvsp_services.openai_api import make_app
 from kvsp_services.pki import check_certificate
 from kvsp_services.request_log import RequestLog, request_id_of
@@ -231,7 +230,6 @@ class RunningRole:
             app,
             host=section.api_host,
             port=section.api_port,
-            on_trio=isinstance(process.loop, TrioLoop),
             listening=listening,
             stopping=process.stopping.wait,
         )

@@ -39,7 +39,7 @@ def test_it_listens_until_it_is_to_stop(backend: str) -> None:
 
         serve = partial(serve_api, APP, host="127.0.0.1", port=0, listening=listens, stopping=stopping.wait)
         async with anyio.create_task_group() as tasks, httpx.AsyncClient() as client:
-            tasks.start_soon(partial(serve, on_trio=backend == "trio"))
+            tasks.start_soon(serve)
             with anyio.fail_after(60):
                 await listening.wait()
                 assert (await client.get(f"http://127.0.0.1:{ports[0]}/")).text == "here"
@@ -64,7 +64,7 @@ def test_a_port_that_is_taken_is_one_line(backend: str) -> None:
         with pytest.raises(
             KVSPError, match=rf"cannot listen on 127.0.0.1:{port}: Address already in use; stop"
         ):
-            anyio.run(partial(serve, on_trio=backend == "trio"), backend=backend)
+            anyio.run(serve, backend=backend)
         assert not said
 
 
