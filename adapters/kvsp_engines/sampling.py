@@ -17,6 +17,8 @@ __all__ = ["METHODS", "check_sampler", "draw"]
 
 METHODS: Final = ("greedy", "top-p")
 """The sampling methods of this engine: the names that go into a checkpoint."""
+_LEAST_TEMPERATURE: Final = 1e-30
+"""With less a logit divided by it may be infinite. Far above it only the likeliest token is drawn."""
 _PARAMETERS: Final = ("p", "temperature", "max_tokens", "stop")
 
 
@@ -44,7 +46,7 @@ def draw(logits: npt.NDArray[np.float32], sampler: Sampler, step: int) -> int:
     if sampler.method == "greedy":
         return int(logits.argmax())
     p, temperature = _top_p_parameters(sampler.params)
-    scaled = logits.astype(np.float64) / temperature
+    scaled = logits.astype(np.float64) / max(temperature, _LEAST_TEMPERATURE)
     order = np.argsort(-scaled, kind="stable")
     weights = np.exp(scaled[order] - scaled[order[0]])
     sums = np.cumsum(weights)

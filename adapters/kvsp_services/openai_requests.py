@@ -186,7 +186,7 @@ class Reader:
     def read(self, octets: bytes | bytearray, chat: bool, belongs_to: str) -> Asked:
         """Return what a body asks for. Raises `Refusal`. Takes seconds for a long text."""
         body = _json_object(octets)
-        if body.get("model", self._model) != self._model:
+        if body.get("model") not in (None, self._model):
             raise Refusal(404, f"no such model; this server has {self._model}", "model")
         _check_members(body, SERVED | {"messages" if chat else "prompt"}, WITHOUT_EFFECT, NEUTRAL)
         sampling = self._sampling(body)

@@ -169,6 +169,14 @@ def test_blocks_are_imported_in_order_and_whole(engine: NumpyEngine) -> None:
         engine.execute(ExportBlock(1, 1, 0, 0))
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 1e-300, 5e-324])
+def test_almost_no_temperature_draws_the_likeliest_token(temperature: float) -> None:
+    logits = np.array([-20, 1, 30, 29.9], np.float32)
+    params = {"temperature": temperature}
+    sampler = Sampler(method="top-p", params=params, seed=7, step=0, deterministic=False)
+    assert [draw(logits, sampler, step) for step in range(4)] == [2, 2, 2, 2]
+
+
 def test_a_draw_depends_on_seed_and_step_alone() -> None:
     logits = np.random.default_rng(1).standard_normal(50).astype(np.float32)
     first = [draw(logits, sampler("top-p"), step) for step in range(200)]

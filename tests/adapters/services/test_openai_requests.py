@@ -99,6 +99,11 @@ def test_what_changes_no_answer_may_say_anything(name: str) -> None:
         read(**{name: value})
 
 
+@pytest.mark.parametrize("name", sorted(SERVED))
+def test_null_is_as_good_as_leaving_a_member_out(name: str) -> None:
+    assert read(**{name: None}).generation.params == read().generation.params
+
+
 @pytest.mark.parametrize("name", ["guided_json", "of_next_year", "messages", "cache_salt", "\ud83d" * 99])
 def test_what_is_not_known_is_refused(name: str) -> None:
     """Also what holds half a surrogate pair, which no answer could carry, or is very long."""
