@@ -6,10 +6,13 @@ for whom. It runs in a thread, so it also answers while the loop is busy, and sa
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Final
+
+import structlog
 
 from kvsp_core.errors import LocalProtocolError
 from kvsp_services.metrics import Metrics
@@ -19,6 +22,14 @@ __all__ = ["MonitoringServer"]
 _TEXT: Final = "text/plain; charset=utf-8"
 _METRICS: Final = "text/plain; version=0.0.4; charset=utf-8"
 _REQUEST_TIMEOUT_S: Final = 5
+
+
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing of clients that go away, and of anything else one line."""
+        error = sys.exception()
+        if not isinstance(error, OSError):
+            structlog.get_logger().error("monitoring failed", error=type(error).__name__)
 
 
 class MonitoringServer:
@@ -69,7 +80,7 @@ class MonitoringServer:
                 """Log nothing: every scrape would be a line."""
 
         try:
-            self._server = ThreadingHTTPServer((host, port), Handler)
+            self._server = _Server((host, port), Handler)
         except OSError as error:
             raise LocalProtocolError(
                 f"monitoring on {host}:{port}: {error.strerror}; choose another port under [monitoring]"

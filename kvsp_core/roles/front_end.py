@@ -47,7 +47,7 @@ from kvsp_core.limits import (
 )
 from kvsp_core.machines import assembly as out
 from kvsp_core.machines.alarms import Alarms
-from kvsp_core.problems import INCOMPATIBLE, INVALID_STATE, Problem
+from kvsp_core.problems import INCOMPATIBLE, INVALID_STATE, UNKNOWN_RESOURCE, Problem
 from kvsp_core.records import Sampler
 from kvsp_core.resources import (
     DeleteSession,
@@ -553,6 +553,11 @@ class FrontEnd:
         retry_after_s: int | None,
     ) -> None:
         """The controller has refused to place or to tell: try again where that may help."""
+        if problem.type == UNKNOWN_RESOURCE and generation.failed_epoch is not None:
+            # A controller of before 0.2 moves the sessions of instances that fail, and no others.
+            generation.failed_epoch = None
+            self._ask_now(generation)
+            return
         if problem.status // 100 != 5:
             self._fail(generation, 502, f"the controller refused: {problem.detail or problem.type.title}")
             return

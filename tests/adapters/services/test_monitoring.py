@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+import struct
+import threading
 from collections.abc import Iterator
 
 import httpx
@@ -54,6 +57,23 @@ def test_anything_else_is_not_found_and_says_what_is(process: Process) -> None:
     assert httpx.post(f"http://127.0.0.1:{process.server.port}/ready").status_code == 501
     head = httpx.head(f"http://127.0.0.1:{process.server.port}/ready")
     assert (head.status_code, head.text) == (200, "")
+
+
+def test_a_client_that_goes_away_is_not_worth_a_line(
+    process: Process, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def answering() -> list[threading.Thread]:
+        found = [each for each in threading.enumerate() if "process_request_thread" in each.name]
+        return [each for each in found if each.is_alive()]
+
+    with socket.create_connection(("127.0.0.1", process.server.port)) as client:
+        client.sendall(b"GET /metrics HTTP/1.1\r\n")
+        while not answering():
+            pass
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+    for thread in answering():
+        thread.join()
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_port_that_is_taken_is_said_in_one_line(process: Process) -> None:

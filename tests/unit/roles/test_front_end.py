@@ -34,6 +34,7 @@ from kvsp_core.problems import (
     PRECONDITION_REQUIRED,
     STALE_EPOCH,
     UNAVAILABLE,
+    UNKNOWN_RESOURCE,
     Problem,
     ProblemType,
 )
@@ -402,6 +403,24 @@ def test_an_answer_whose_engine_fails_between_two_tokens_goes_on_at_another_inst
     assert client.tokens(8, first=1, epoch=2) == [TokenReady(1, 1, 8)]
     client.put(StreamEnded(client.call.call_id))
     assert client.says() == f"GET {PC}ext/sessions/{SESSION}"  # a stream that breaks is no engine's failure
+
+
+def test_a_controller_that_moves_no_sessions_is_asked_who_owns_them() -> None:
+    """One of a version before that was there, while a deployment is brought up to date."""
+    client = streaming()
+    client.tokens(7)
+    for _ in range(2):
+        assert fails(client) == []
+        if client.says() != f"POST {PC}ext/sessions/{SESSION}/move":
+            client.wait()
+        assert moves(client) == 1
+        unknown = Problem(UNKNOWN_RESOURCE, "there is no such resource below this base URI")
+        assert client.put(AnswerReceived(client.call.call_id, *problem_response(unknown))) == []
+        assert client.says() == f"GET {PC}ext/sessions/{SESSION}"
+        client.answer(info(epoch=1, instance=ONE))
+        assert client.output_request().from_index == 1
+        client.started()
+    assert fails(client) == [GenerationFailed(1, 502, "3 attempts failed: the engine failed on it")]
 
 
 def test_an_answer_on_which_engine_after_engine_fails_is_given_up_with_the_reason() -> None:
