@@ -261,6 +261,7 @@ def read_config(path: Path) -> Config:
         )
     for name, section in config.roles.items():
         _check_uris(path, name, section)
+    _check_hosts(path, config)
     _check_files(path, config)
     _check_apart(path, config)
     return config
@@ -324,6 +325,21 @@ def _check_uris(path: Path, name: str, section: RoleSection) -> None:
         host = ""
     if not host:
         raise DocumentError(f"{path}: {name}.listen: expected HOST:PORT, such as 127.0.0.1:8441")
+
+
+def _check_hosts(path: Path, config: Config) -> None:
+    """Check that what is listened on can be the name or address of a host."""
+    hosts = [("monitoring.host", config.monitoring.host)]
+    hosts += [(f"{name}.listen", section.address[0]) for name, section in config.roles.items()]
+    if config.front_end is not None:
+        hosts.append(("front_end.api_host", config.front_end.api_host))
+    for key, host in hosts:
+        try:
+            octets = host.encode("idna")
+        except UnicodeError:
+            octets = b"\0"
+        if b"\0" in octets:
+            raise DocumentError(f"{path}: {key}: expected the name or address of a host, such as 127.0.0.1")
 
 
 def _check_files(path: Path, config: Config) -> None:

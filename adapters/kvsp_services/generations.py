@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -180,12 +179,11 @@ async def serve_api(
     """
     try:
         opened = await anyio.create_tcp_listener(
-            local_host=host, local_port=port, backlog=_WAITING_CONNECTIONS, reuse_port=False
+            local_host=host or None, local_port=port, backlog=_WAITING_CONNECTIONS, reuse_port=False
         )
     except OSError as error:
-        why = os.strerror(error.errno) if error.errno else str(error)
         raise KVSPError(
-            f"[front_end]: the API cannot listen on {host}:{port}: {why};"
+            f"[front_end]: the API cannot listen on {host}:{port}: {error.strerror or error};"
             " stop what listens there, or set api_port"
         ) from None
     listeners = cast("Sequence[SocketListener]", opened.listeners)

@@ -83,6 +83,12 @@ def test_a_role_may_listen_elsewhere(path: Path, listen: str, address: tuple[str
         (COMMON + INDEX.replace("role.pem", "other.pem"), "index.certificate_file: there is no"),
         (COMMON + INDEX + 'listen = "nowhere:port"\n', "index.listen: expected HOST:PORT"),
         (COMMON + INDEX + 'listen = ":99999999"\n', "index.listen: expected HOST:PORT"),
+        (COMMON + INDEX + 'listen = "a..b:8441"\n', "index.listen: expected the name or address of a host"),
+        (COMMON + 'monitoring.host = "a\\u0000b"\n' + INDEX, "monitoring.host: expected the name or"),
+        (
+            COMMON + FRONT_END + f'api_host = "{"a" * 64}.example"\n',
+            "front_end.api_host: expected the name or address of a host, such as 127.0.0.1",
+        ),
         (COMMON + HOLDER.replace("8441/kvsp/", "8441/x") + HOST, "holder.index[0]"),
         (
             COMMON + HOLDER.replace('kvsp/"]', 'kvsp/", "https://127.0.0.1:8441/kvsp/"]') + HOST,
