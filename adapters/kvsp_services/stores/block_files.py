@@ -289,8 +289,14 @@ class FileTier:
         """Return what is past its retention."""
         if self._retention_ms is None:
             return ()
-        oldest_ms = self._wall_clock_ms() - self._retention_ms
+        now_ms = self._wall_clock_ms()
+        oldest_ms = now_ms - self._retention_ms
         with self._lock:
+            # The clock was set back: how old such blocks are is not known, and none behind them would be due.
+            while self._held and (first := next(iter(self._held.items())))[1][1] > now_ms:
+                file, (size, _, name) = first
+                del self._held[file]
+                self._held[file] = (size, now_ms, name)
             old = takewhile(lambda held: held[1] < oldest_ms, self._held.values())
             return tuple(name for _, _, name in islice(old, at_most))
 

@@ -43,6 +43,7 @@ MIGRATIONS: Final[tuple[str, ...]] = (
 """The statements that lead from each schema version to the next; the version is their number."""
 
 _BUSY_S: Final = 5
+_COPIED_BYTES: Final = 1 << 20
 _BEGUN: Final = b"a store was begun in the file beside this one\n"
 _OWNER_CONTEXT: Final = b"owner"
 _WITHOUT_LOG: Final = "PRAGMA journal_mode = MEMORY"
@@ -80,6 +81,7 @@ class DurableStore:
         try:
             _check_logs(path)
             _check_begun(path, self._lock)
+            _write_log_again(path)
             self._database = _connect(path)
         except BaseException:
             os.close(self._lock)
@@ -359,6 +361,25 @@ def _check_logs(path: Path) -> None:
         f"{left[0]} belongs to a file that {path.name} has replaced; to go on with {path.name} as it is,"
         f" remove {' and '.join(file.name for file in left)}"
     )
+
+
+def _write_log_again(path: Path) -> None:
+    """Have the log that a crash or a failed sync left on the disk as it is shown.
+
+    Octets that could not be synchronised once are shown by the system, and never written by themselves any
+    more: after a power cut the log would end there, and what was told since would be behind it.
+    """
+    log = _beside(path, "-wal")
+    with _storage_errors(path):
+        if not _holds_something(log):
+            return
+        descriptor, position = os.open(log, os.O_RDWR), 0
+        try:
+            while octets := os.pread(descriptor, _COPIED_BYTES, position):
+                position += os.pwrite(descriptor, octets, position)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _check_begun(path: Path, lock: int) -> None:

@@ -2,13 +2,18 @@
 
 `RecordingDisk` puts a layer between SQLite and its files, through SQLite's own interface for that (a VFS),
 and mirrors each file as it would be found after a power cut: what was synchronised is there, and of later
-writes any part may be. Only what SQLite itself does is seen, so files that others write are not mirrored.
+writes any part may be. What SQLite does is seen, and what is written to its files by `os.pwrite`; files that
+others write are not mirrored.
+
+A synchronisation can be made to fail, as Linux does it: what was to be written stays readable, and is not
+written any more, whatever is synchronised later.
 """
 
 from __future__ import annotations
 
 import _sqlite3
 import ctypes
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +22,7 @@ from typing import Any
 __all__ = ["RecordingDisk", "supported"]
 
 _OK = 0
+_SYNC_FAILED = 10 | 4 << 8  # SQLITE_IOERR_FSYNC
 
 
 class _Methods(ctypes.Structure):
@@ -105,7 +111,7 @@ class RecordingDisk:
         self.unsynced: dict[str, list[_Change]] = {}
         self.opened: set[str] = set()
         self.syncs = 0
-        self.drop_syncs = False
+        self.drop_syncs = self.fail_syncs = False
         self._paths: dict[int, str] = {}
         self._kept: list[object] = []
 
@@ -117,9 +123,12 @@ class RecordingDisk:
         self._vfs.xOpen = self._keep(_OPEN(self._open))
         self._vfs.xDelete = self._keep(_DELETE(self._delete))
         assert self._library.sqlite3_vfs_register(ctypes.byref(self._vfs), 1) == _OK
+        self._pwrite, self._fsync = os.pwrite, os.fsync
+        os.pwrite, os.fsync = self._on_pwrite, self._on_fsync
         return self
 
     def __exit__(self, *_: object) -> None:
+        os.pwrite, os.fsync = self._pwrite, self._fsync
         self._library.sqlite3_vfs_unregister(ctypes.byref(self._vfs))
         self._library.sqlite3_vfs_register(self._real, 1)
 
@@ -136,6 +145,23 @@ class RecordingDisk:
                 if chance is not None and chance.random() < 0.5:
                     change(content)
             (target / Path(path).name).write_bytes(content)
+
+    def _on_pwrite(self, descriptor: int, octets: bytes, offset: int) -> int:
+        written = self._pwrite(descriptor, octets, offset)
+        if (changes := self.unsynced.get(os.readlink(f"/proc/self/fd/{descriptor}"))) is not None:
+            changes.append(_written(octets[:written], offset))
+        return written
+
+    def _on_fsync(self, descriptor: int) -> None:
+        self._fsync(descriptor)
+        if (path := os.readlink(f"/proc/self/fd/{descriptor}")) in self.unsynced:
+            self._synchronise(path)
+
+    def _synchronise(self, path: str) -> None:
+        self.syncs += 1
+        for change in self.unsynced[path]:
+            change(self.synced[path])
+        self.unsynced[path] = []
 
     def _keep(self, callback: Any) -> int | None:
         self._kept.append(callback)
@@ -168,13 +194,12 @@ class RecordingDisk:
             return int(truncate(file, size))
 
         def on_sync(file: int, flags: int) -> int:
+            if self.fail_syncs:
+                self.unsynced[self._paths[file]] = []
+                return _SYNC_FAILED
             status = int(sync(file, flags))
             if status == _OK and not self.drop_syncs:
-                self.syncs += 1
-                path = self._paths[file]
-                for change in self.unsynced[path]:
-                    change(self.synced[path])
-                self.unsynced[path] = []
+                self._synchronise(self._paths[file])
             return status
 
         copy = _Methods.from_buffer_copy(real)

@@ -333,6 +333,19 @@ def test_retention_deletes_also_what_aged_while_nothing_ran(tmp_path: Path) -> N
     assert files_of(tmp_path) == []
 
 
+@pytest.mark.requirement("SE-4")
+def test_a_clock_that_is_set_back_keeps_nothing_longer_than_twice(tmp_path: Path) -> None:
+    """What was stored while it was ahead holds up nothing that came later."""
+    now_ms = [1_000_000]
+    tier = file_tier(tmp_path, retention_ms=1000, wall_clock_ms=lambda: now_ms[0])
+    put(tier, 1)
+    now_ms[0] = 10_000
+    put(tier, 2)
+    assert tier.aged(10) == ()
+    now_ms[0] += 1001
+    assert set(tier.aged(10)) == {named(1), named(2)}
+
+
 @pytest.mark.parametrize(
     ("number", "fault"),
     [

@@ -669,6 +669,27 @@ def test_the_power_cut_sees_a_missing_sync(disk: RecordingDisk, path: Path) -> N
         power_cuts(disk, path, 40)
 
 
+@pytest.mark.requirement("CP-2")
+def test_what_is_told_after_a_failed_sync_is_there_after_a_power_cut(
+    disk: RecordingDisk, path: Path, tmp_path: Path
+) -> None:
+    """What the system did not write, and says no more of, must not stand between what is stored later."""
+    store = open_store(path)
+    store.commit([[Put("last", "n", b"1")]])
+    disk.fail_syncs = True
+    with pytest.raises(StorageError):
+        store.commit([[Put("last", "n", b"2")]])
+    store.close()
+    disk.fail_syncs = False
+    with closing(open_store(path)) as again:  # as the role is rebuilt
+        shown = again.load()["last"]["n"]
+        again.commit([[Put("next", "n", b"3")]])
+        found = tmp_path / "found"
+        found.mkdir()
+        disk.cut(path.parent, found)
+        assert reopened(found / path.name) == {"last": {"n": shown}, "next": {"n": b"3"}}
+
+
 def test_no_rollback_journal_is_written(disk: RecordingDisk, path: Path, tmp_path: Path) -> None:
     for number in range(2):
         with closing(open_store(path)) as store:
