@@ -81,7 +81,7 @@ class HttpServer:
             while True:
                 try:
                     stream = await listener.accept()
-                except OSError:  # no descriptor is left, or the client has gone
+                except (OSError, anyio.BrokenResourceError):  # no descriptor is left, or the client has gone
                     await anyio.sleep(_AGAIN_S)
                 else:
                     tasks.start_soon(self._connected, stream)
@@ -94,13 +94,15 @@ class HttpServer:
             del self._idle[oldest]
             oldest.end()
         try:
-            await connection.run()
+            try:
+                await connection.run()
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await stream.aclose()
         except Exception as error:
             structlog.get_logger().error("API connection failed", error=type(error).__name__)
         finally:
             self._idle.pop(connection, None)
-            with anyio.CancelScope(shield=True):
-                await stream.aclose()
 
     def begins(self, connection: _Connection) -> bool:
         """Take note of a request; return whether it may be answered by the application."""
