@@ -14,7 +14,8 @@ import os
 import re
 import sys
 from collections.abc import Callable, MutableMapping
-from typing import Any, Final, Literal, TextIO, TypeAlias
+from contextlib import suppress
+from typing import Any, Final, Literal, TextIO, TypeAlias, cast
 
 import structlog
 
@@ -82,13 +83,30 @@ def set_level(level: LogLevel) -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())))
 
 
+class _Lines:
+    """Where lines go. What cannot be written, as on a full disk or with nobody reading, is lost: a process
+    goes on without its log.
+    """
+
+    def __init__(self, output: TextIO) -> None:
+        self._output = output
+
+    def write(self, text: str) -> None:
+        with suppress(OSError, ValueError):
+            self._output.write(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            self._output.flush()
+
+
 def configure_logs(
     level: LogLevel = "info", form: LogFormat = "json", output: TextIO | None = None
 ) -> structlog.stdlib.BoundLogger:
     """Set up logging for a process, the standard library's included, and return its logger.
 
-    Events go to standard error, one a line. Other libraries log warnings and worse, through the same
-    processors.
+    Events go to standard error, one a line; one that cannot be written is lost. Other libraries log warnings
+    and worse, through the same processors.
     """
     hider = Hider()
     shared: list[Callable[..., Any]] = [
@@ -102,7 +120,7 @@ def configure_logs(
     renderer: Any = structlog.processors.JSONRenderer()
     if form == "text":
         renderer = structlog.dev.ConsoleRenderer(colors=False)
-    stream = output if output is not None else sys.stderr
+    stream = cast("TextIO", _Lines(output if output is not None else sys.stderr))
     set_level(level)
     structlog.configure(
         processors=[*shared, renderer],

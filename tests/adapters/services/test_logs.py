@@ -8,6 +8,7 @@ import logging
 import re
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,20 @@ def restored() -> Iterator[None]:
 
 def logged(output: io.StringIO) -> list[dict[str, object]]:
     return [json.loads(line) for line in output.getvalue().splitlines()]
+
+
+def test_a_log_that_cannot_be_written_ends_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """Its disk is full, or who read it has gone."""
+    with open("/dev/full", "w", buffering=1) as full:
+        log = configure_logs(output=full)
+        for _ in range(3):
+            log.info("role started")
+            logging.getLogger("library").warning("odd")
+        structlog.get_logger().error("call", failure="timed out")
+        with suppress(OSError):
+            full.close()
+    log.info("it is closed")
+    assert capfd.readouterr() == ("", "")
 
 
 def test_an_event_is_a_line_of_json() -> None:
