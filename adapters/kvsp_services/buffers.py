@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
 import threading
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
 import attrs
 
@@ -20,17 +21,27 @@ _STEP_BYTES: Final = 64 << 10
 """Sizes are rounded up to a multiple of this, so that blocks of one model share memory and little is
 wasted."""
 
+_LARGE_BYTES: Final = 4 << 20
+"""From here on memory is only taken as it is written to: a header may claim much of which nothing comes."""
+_Memory: TypeAlias = "bytearray | mmap.mmap"
+
+
+def _fresh(size: int) -> _Memory:
+    if size < _LARGE_BYTES:
+        return bytearray(size)
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
 
 class BufferPool:
     """Hands out memory and takes it back, at most `kept_bytes` of it while nobody uses it."""
 
     def __init__(self, kept_bytes: int = 256 << 20) -> None:
         self._kept_bytes = kept_bytes
-        self._free: dict[int, list[bytearray]] = {}
+        self._free: dict[int, list[_Memory]] = {}
         self._lock = threading.Lock()
         self.free_bytes = 0
 
-    def acquire(self, size: int) -> bytearray:
+    def acquire(self, size: int) -> _Memory:
         """Return memory of at least this size, its content left from whoever had it before."""
         rounded = max(1, -(-size // _STEP_BYTES)) * _STEP_BYTES
         with self._lock:
@@ -38,9 +49,9 @@ class BufferPool:
             if free:
                 self.free_bytes -= rounded
                 return free.pop()
-        return bytearray(rounded)
+        return _fresh(rounded)
 
-    def release(self, memory: bytearray) -> None:
+    def release(self, memory: _Memory) -> None:
         """Take memory back that nobody looks at any more."""
         with self._lock:
             if self.free_bytes + len(memory) <= self._kept_bytes:
@@ -58,7 +69,7 @@ class BlockBuffer:
     repr_digest: str = attrs.field(default="", repr=False)
     data: memoryview = attrs.field(default=memoryview(b""), repr=False)
     """K and V sections of all its layers, in order."""
-    _memory: bytearray | None = attrs.field(default=None, repr=False, init=False)
+    _memory: _Memory | None = attrs.field(default=None, repr=False, init=False)
     _users: int = attrs.field(default=1, init=False)
     _kept: bool = attrs.field(default=False, init=False)
 

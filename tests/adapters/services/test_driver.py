@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import tracemalloc
 from collections.abc import Callable, Sequence
 
 import attrs
@@ -363,6 +364,24 @@ def test_a_container_may_come_straight_into_its_buffer(world: World) -> None:
     assert world.role.told(BlockArrived) == [BlockArrived(1, 1, HEADER, LAYER_DIGESTS, SHA256)]
     assert exchange.acknowledged == len(CONTAINER)
     assert not exchange.free(), "its buffer is the role's now"
+
+
+@pytest.mark.requirement("SE-3")
+def test_a_header_that_claims_much_costs_no_memory(world: World) -> None:
+    """A few octets could make a holder run out of it, block by block."""
+    exchange = FakeExchange(Request(method="PUT", path="x", content_length=None))
+    world.driver.request_received(exchange, ended=False)
+    world.do(ReceiveBlock(1, 1, 300 << 20))
+    header = attrs.evolve(HEADER, sections=((128 << 20, 128 << 20),))
+    tracemalloc.start()
+    try:
+        world.driver.data_received(exchange, memoryview(header.encode()))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 20
+    place(world, exchange, b"its first octets")
+    assert exchange.free().nbytes == (256 << 20) - 16
 
 
 @pytest.mark.requirement("BR-6")
