@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from email.utils import formatdate
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
@@ -37,6 +38,8 @@ _PIECE_BYTES: Final = 64 << 10
 """Octets that are read, and sent, at a time."""
 _AGAIN_S: Final = 0.05
 """Time until accepting is tried again where it failed, as without descriptors."""
+_GONE: Final = (OSError, anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError)
+"""What comes of a connection whose client is not there any more."""
 _BUSY: Final = "the front end answers as many requests as it can; ask again"
 _MALFORMED: Final = "this is no request of HTTP/1.1"
 
@@ -81,7 +84,7 @@ class HttpServer:
             while True:
                 try:
                     stream = await listener.accept()
-                except (OSError, anyio.BrokenResourceError):  # no descriptor is left, or the client has gone
+                except _GONE:  # or no descriptor is left
                     await anyio.sleep(_AGAIN_S)
                 else:
                     tasks.start_soon(self._connected, stream)
@@ -97,7 +100,7 @@ class HttpServer:
             try:
                 await connection.run()
             finally:
-                with anyio.CancelScope(shield=True):
+                with anyio.CancelScope(shield=True), suppress(*_GONE):
                     await stream.aclose()
         except Exception as error:
             structlog.get_logger().error("API connection failed", error=type(error).__name__)
@@ -173,7 +176,7 @@ class _Connection:
         """Take in what comes next, or that nothing more will."""
         try:
             octets = await self._stream.receive(_PIECE_BYTES)
-        except (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError):
+        except _GONE:
             octets, self.gone = b"", True
         self.http.receive_data(octets)
 
@@ -183,7 +186,7 @@ class _Connection:
             for start in range(0, len(octets), _PIECE_BYTES):
                 with anyio.fail_after(STALLED_S):
                     await self._stream.send(octets[start : start + _PIECE_BYTES])
-        except (TimeoutError, anyio.BrokenResourceError, anyio.ClosedResourceError):
+        except _GONE:  # or its time is over
             self.end()
             await anyio.sleep_forever()
 
@@ -197,13 +200,10 @@ class _Connection:
         await self.write(b"".join(self.http.send(event) or b"" for event in events))
 
     async def _linger(self) -> None:
-        with anyio.move_on_after(_LINGER_S):
-            try:
-                await self._stream.send_eof()
-                while True:
-                    await self._stream.receive(_PIECE_BYTES)
-            except (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError):
-                pass
+        with anyio.move_on_after(_LINGER_S), suppress(*_GONE):
+            await self._stream.send_eof()
+            while True:
+                await self._stream.receive(_PIECE_BYTES)
 
 
 class _Exchange:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import anyio
 import h11
 import pytest
-from anyio.abc import SocketStream
+from anyio.abc import SocketAttribute, SocketStream
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvsp_services import generations, http1, openai_api
@@ -184,6 +186,21 @@ def test_a_client_that_goes_away_in_its_own_body_costs_nothing(loop: str) -> Non
         assert api.begun == 0
 
     play(loop, scenario)
+
+
+def test_clients_that_break_off_are_not_worth_a_line(loop: str, capfd: pytest.CaptureFixture[str]) -> None:
+    async def scenario(api: Api) -> None:
+        for octets in (b"nonsense\r\n\r\n", post(body()), post(body(stream=True)), post(b"x" * 9)[:-3], b""):
+            for _ in range(20):
+                client = await api.connect()
+                raw = client.stream.extra(SocketAttribute.raw_socket)
+                raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+                await client.stream.send(octets)
+                await client.stream.aclose()
+        await api.idle()
+
+    play(loop, scenario)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_two_hundred_streams_at_once(loop: str) -> None:
