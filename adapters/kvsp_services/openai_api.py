@@ -162,8 +162,10 @@ class _Api:
     # Reading
 
     async def _asked(self, request: Request, chat: bool, belongs_to: str) -> Asked:
-        kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-        if kind != "application/json":  # a page of a foreign site may send anything else without asking
+        # A page of a foreign site may send anything else, and what has no type, without asking.
+        unstated = "" if "origin" in request.headers else "application/json"
+        kind = request.headers.get("content-type", unstated).partition(";")[0].strip().lower()
+        if kind != "application/json":
             raise Refusal(415, "the body must be of type application/json; say so in content-type")
         octets = bytearray()
         try:

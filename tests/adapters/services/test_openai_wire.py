@@ -259,6 +259,20 @@ def test_a_connection_is_of_use_after_every_refusal(loop: str) -> None:
     play(loop, scenario)
 
 
+def test_a_page_of_a_foreign_site_may_not_ask_without_being_allowed_to(loop: str) -> None:
+    """A browser asks first where the type is JSON. Where there is none it does not, and says its origin."""
+
+    async def scenario(api: Api) -> None:
+        client = await api.connect()
+        assert (await client.ask("POST", "/v1/completions", body(), {}))[0] == 200
+        foreign = {"origin": "https://foreign.example"}
+        assert (await client.ask("POST", "/v1/completions", body(), foreign))[0] == 415
+        mine = JSON | {"origin": "https://mine.example"}
+        assert (await client.ask("POST", "/v1/completions", body(), mine))[0] == 200
+
+    play(loop, scenario)
+
+
 def test_bodies_in_chunks_and_types_with_parameters_are_taken(loop: str) -> None:
     async def scenario(api: Api) -> None:
         client = await api.connect()
