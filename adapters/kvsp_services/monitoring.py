@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Final
+from typing import Any, Final
 
 import structlog
 
@@ -22,9 +23,18 @@ __all__ = ["MonitoringServer"]
 _TEXT: Final = "text/plain; charset=utf-8"
 _METRICS: Final = "text/plain; version=0.0.4; charset=utf-8"
 _REQUEST_TIMEOUT_S: Final = 5
+_AGAIN_S: Final = 0.05
 
 
 class _Server(ThreadingHTTPServer):
+    def get_request(self) -> tuple[Any, Any]:
+        """Accept a connection; where that fails, as without descriptors, it is not tried again at once."""
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(_AGAIN_S)
+            raise
+
     def handle_error(self, request: object, client_address: object) -> None:
         """Say nothing of clients that go away, and of anything else one line."""
         error = sys.exception()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
+from http.server import ThreadingHTTPServer
+from typing import Any
 
 import httpx
 import pytest
@@ -74,6 +78,27 @@ def test_a_client_that_goes_away_is_not_worth_a_line(
     for thread in answering():
         thread.join()
     assert capfd.readouterr() == ("", "")
+
+
+def test_without_descriptors_it_waits_before_it_tries_again(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would take the processor from the roles meanwhile: the connection stays there to be accepted."""
+    paused, accept = threading.Event(), ThreadingHTTPServer.get_request
+
+    def fail(server: ThreadingHTTPServer) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    def pause(seconds: float) -> None:
+        monkeypatch.setattr(ThreadingHTTPServer, "get_request", accept)
+        paused.set()
+
+    monkeypatch.setattr(ThreadingHTTPServer, "get_request", fail)
+    monkeypatch.setattr(time, "sleep", pause)
+    with socket.create_connection(("127.0.0.1", process.server.port)) as client:
+        assert paused.wait(60)
+        client.sendall(b"GET /ready HTTP/1.0\r\n\r\n")
+        assert client.recv(12) == b"HTTP/1.0 200"
 
 
 def test_a_port_that_is_taken_is_said_in_one_line(process: Process) -> None:
