@@ -9,11 +9,11 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager, suppress
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import attrs
 
-from kvsp_client.client import Client
+from kvsp_client.client import Client, index_parts
 from kvsp_client.errors import ClientClosed
 from kvsp_client.fetch import Fetch, FetchResult
 from kvsp_client.lease import HolderLease, Lease
@@ -28,6 +28,8 @@ from kvsp_h2 import Credentials
 __all__ = ["BlockingClient", "BlockingFetch", "BlockingJob", "BlockingLease"]
 
 T = TypeVar("T")
+
+_NOT_OVER: Final = "it is not there after {} s; wait again, or cancel"
 
 
 @attrs.define
@@ -85,6 +87,7 @@ class BlockingClient:
     ) -> None:
         self.index = index
         self.settings = settings or ClientSettings()
+        index_parts(index)  # a mistake is said here, not where the client is first used
         self._credentials = credentials
         self._lock = threading.Lock()
         self._opened: _Opened | None = None
@@ -255,7 +258,7 @@ class BlockingFetch:
             while (found := look()) is None:
                 left_s = None if until is None else until - time.monotonic()
                 if left_s is not None and left_s <= 0:
-                    raise TimeoutError
+                    raise TimeoutError(_NOT_OVER.format(timeout_s))
                 self._fetch.turn.wait(left_s)
         return found
 
@@ -275,7 +278,12 @@ class BlockingJob(Generic[T]):
     def result(self, timeout_s: float | None = None) -> T:
         """Wait for the end, and return what came of it. Raises `TimeoutError` where that takes longer."""
         with self._errors():
-            return self._running.future.result(timeout_s)
+            try:
+                return self._running.future.result(timeout_s)
+            except TimeoutError:
+                if self._running.future.done():  # by now, or with a `TimeoutError` of its own
+                    return self._running.future.result()
+                raise TimeoutError(_NOT_OVER.format(timeout_s)) from None
 
     def wait(self) -> T:
         """Wait for the end, and return what came of it. Where the wait is interrupted, it is given up, and

@@ -27,9 +27,19 @@ from kvsp_core.messages import LookupAnswer, LookupRequest
 from kvsp_core.prefix import Prefix, PrefixKeys
 from kvsp_core.records import ReplicaRecord
 from kvsp_core.resources import Lookup, PutDescriptor
+from kvsp_core.validation import check_base_uri
 from kvsp_h2 import Credentials
 
-__all__ = ["Client"]
+__all__ = ["Client", "index_parts"]
+
+
+def index_parts(index: str | Sequence[str]) -> IndexParts:
+    """Return the parts of an index as a caller names them. Raises `LocalProtocolError` where one is no base
+    URI, or there is none."""
+    parts = IndexParts(index)
+    if not parts:
+        raise LocalProtocolError("index: name the base URI of the index, or of each of its parts")
+    return parts
 
 
 class Client:
@@ -50,9 +60,7 @@ class Client:
     ) -> None:
         """`wire` are connections to use together with other clients; without it the client has its own."""
         self.index = index
-        self._parts = IndexParts(index)
-        if not self._parts:
-            raise LocalProtocolError("index: name the base URI of the index, or of each of its parts")
+        self._parts = index_parts(index)
         self.settings = settings or ClientSettings()
         self._credentials = credentials
         self._shared = wire
@@ -251,6 +259,7 @@ class Client:
         `sections` is called when a block's turn comes, and the octets are copied then. What the holder does
         not take is told by the result; an error of `sections` is raised.
         """
+        check_base_uri(holder, "holder")
         wire = self._open()
         begun_ms = wire.now_ms()
         with anyio.move_on_after(None if deadline_ms is None else deadline_ms / 1000):
@@ -283,6 +292,7 @@ class Client:
         cancellation. Raises `Refused` and `Unavailable` where it is not granted; `HolderLease.held` tells
         whether it is still.
         """
+        check_base_uri(holder, "holder")
         with self._leasing(holder, keys.keys, ttl_ms) as lease:
             await lease.granted()
             yield lease

@@ -1,17 +1,18 @@
-"""Reading the files a process is given: secrets, documents and whatever is hashed in pieces."""
+"""Files that a process is given: secrets, documents and whatever is hashed in pieces; and those it writes."""
 
 from __future__ import annotations
 
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 from kvsp_core.errors import LocalProtocolError
 from kvsp_core.identity import Scope
 
-__all__ = ["file_pieces", "read_scope", "read_secret"]
+__all__ = ["file_pieces", "naming", "read_scope", "read_secret", "replacing"]
 
 PIECE_BYTES: Final = 1 << 20
 MAX_SECRET_BYTES: Final = 4096
@@ -53,3 +54,36 @@ def read_scope(path: Path) -> Scope:
     except LocalProtocolError as error:
         named = str(error) if str(path) in str(error) else f"{path}: {error}"
         raise LocalProtocolError(named) from None
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Have an error of the operating system name this file: those of writing, such as a full disk, name
+    none."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+@contextmanager
+def replacing(path: Path, content: bytes, *, mode: int = 0o666) -> Iterator[None]:
+    """Write a file beside another one, or where none is, and give it that name when the block ends.
+
+    So a file is whole or as it was, and of several neither is there without the others. `mode` is that of the
+    new file, less the umask. Raises `OSError` that names the file.
+    """
+    unfinished = path.with_name(f"{path.name}.part")
+    with naming(path):
+        unfinished.unlink(missing_ok=True)
+    try:
+        with (
+            naming(path),
+            open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file,
+        ):
+            file.write(content)
+        yield
+        with naming(path):
+            unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)

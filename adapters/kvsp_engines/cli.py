@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from kvsp_engines.prepare import prepare_smollm2, prepare_tiny
+from kvsp_engines.weights import ModelError
 
 __all__ = ["model"]
 
@@ -38,9 +39,12 @@ def prepare(directory: Path, dtype: str, tiny: bool) -> None:
         raise click.ClickException(f"{directory} is not empty; name a new directory")
     directory.mkdir(parents=True, exist_ok=True)
     mark.touch()
-    if tiny:
-        prepare_tiny(directory)
-    else:
-        prepare_smollm2(directory, dtype=dtype)
+    try:
+        if tiny:
+            prepare_tiny(directory)
+        else:
+            prepare_smollm2(directory, dtype=dtype)
+    except OSError as error:  # a full disk names no file
+        raise ModelError(f"{error.filename or directory}: {error.strerror}") from None
     mark.unlink()
     click.echo(f"{directory}: ready")

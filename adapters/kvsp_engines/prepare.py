@@ -180,18 +180,16 @@ def _byte_alphabet() -> list[str]:
 
 
 def _write_model(directory: Path, weights: Weights, config: dict[str, Any], dtype: str) -> None:
-    from safetensors.numpy import save_file
-
     if dtype not in ("bf16", "fp32"):
         raise ModelError(f"dtype {dtype!r} cannot be prepared; use bf16 or fp32")
     directory.mkdir(parents=True, exist_ok=True)
     original = weights
     if dtype == "bf16":
         original = {name: values.astype(ml_dtypes.bfloat16) for name, values in weights.items()}
-    save_file(original, directory / "model.safetensors", metadata={"format": "pt"})
+    _save(directory / "model.safetensors", original)
     if dtype == "bf16":
         rounded = {name: values.astype(np.float32) for name, values in original.items()}
-        save_file(rounded, directory / MAPPED_FILE)
+        _save(directory / MAPPED_FILE, rounded)
     else:
         (directory / MAPPED_FILE).unlink(missing_ok=True)
     common = {
@@ -203,6 +201,16 @@ def _write_model(directory: Path, weights: Weights, config: dict[str, Any], dtyp
         "torch_dtype": "bfloat16" if dtype == "bf16" else "float32",
     }
     (directory / "config.json").write_text(json.dumps(common | config, indent=1) + "\n")
+
+
+def _save(file: Path, weights: Weights) -> None:
+    from safetensors import SafetensorError
+    from safetensors.numpy import save_file
+
+    try:
+        save_file(weights, file, metadata={"format": "pt"})
+    except SafetensorError as error:  # which errors of the operating system are, too
+        raise ModelError(f"{file}: {error}") from None
 
 
 def _write_tokenizer(
@@ -223,7 +231,7 @@ def _write_tokenizer(
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, octets])
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     members = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": tokens[1],

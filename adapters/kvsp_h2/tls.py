@@ -76,13 +76,13 @@ class Credentials:
 
     def __init__(
         self,
-        certificate: Path,
-        key: Path,
-        authorities: Path,
+        certificate: str | Path,
+        key: str | Path,
+        authorities: str | Path,
         *,
         require_client_certificate: bool = True,
     ) -> None:
-        self._files = (certificate, key, authorities)
+        self._files = (Path(certificate), Path(key), Path(authorities))
         self._require = require_client_certificate
         self._state = self._look()
         self._server, self._client = self._load()

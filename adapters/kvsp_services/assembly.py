@@ -9,7 +9,7 @@ from typing import cast
 
 import attrs
 
-from kvsp_client.files import read_scope, read_secret
+from kvsp_client.files import read_scope
 from kvsp_client.model_dir import descriptor_of_directory
 from kvsp_core.identity import CompatibilityDescriptor, Scope
 from kvsp_core.machines.fleet import Fleet
@@ -40,6 +40,7 @@ from kvsp_services.config import (
 )
 from kvsp_services.stores.block_files import FileTier
 from kvsp_services.stores.blocks import BlockTier, MemoryTier
+from kvsp_services.stores.sealing import read_storage_key_file
 
 __all__ = [
     "Materials",
@@ -232,19 +233,22 @@ def _make_front_end(section: FrontEndSection, materials: Materials) -> Role:
 
 
 def make_tiers(sections: list[TierSection], storage_key: bytes | None) -> dict[str, BlockTier]:
-    """Return the tiers of a role by their names."""
+    """Return the tiers of a role by their names. Raises `StorageError` where another process has one's
+    directory."""
     tiers: dict[str, BlockTier] = {}
     for section in sections:
         if section.directory is None:
             tiers[section.tier] = MemoryTier(section.capacity_bytes, retention_ms=section.retention_ms)
         else:
             assert storage_key is not None, "the configuration was checked for this"
-            tiers[section.tier] = FileTier(
+            tier = FileTier(
                 Path(section.directory),
                 storage_key,
                 section.capacity_bytes,
                 retention_ms=section.retention_ms,
             )
+            tier.lock()
+            tiers[section.tier] = tier
     return tiers
 
 
@@ -255,7 +259,7 @@ def read_descriptors(config: Config) -> tuple[CompatibilityDescriptor, ...]:
 
 def read_storage_key(config: Config) -> bytes | None:
     """Return the storage key, or None where there is none."""
-    return read_secret(Path(config.storage_key_file)) if config.storage_key_file else None
+    return read_storage_key_file(Path(config.storage_key_file)) if config.storage_key_file else None
 
 
 def read_scopes(config: Config) -> tuple[Scope, ...]:

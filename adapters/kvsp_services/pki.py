@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from kvsp_client.files import replacing
 from kvsp_core.errors import KVSPError
 from kvsp_core.identity import parse_base_uri
 
@@ -95,12 +95,14 @@ class Issued:
     key: Path
 
 
-def init_ca(folder: Path, *, now: datetime.datetime | None = None) -> Issued:
-    """Make a certificate authority in a folder: ca.pem and ca.key. One that is there is never overwritten."""
-    certificate_path, key_path = folder / CA_CERTIFICATE, folder / CA_KEY
+def init_ca(directory: Path, *, now: datetime.datetime | None = None) -> Issued:
+    """Make a certificate authority in a directory: ca.pem and ca.key. One that is there stays as it is."""
+    certificate_path, key_path = directory / CA_CERTIFICATE, directory / CA_KEY
     if certificate_path.exists() or key_path.exists():
-        raise PKIError(f"{folder} has a certificate authority already; choose another folder or remove it")
-    folder.mkdir(parents=True, exist_ok=True)
+        raise PKIError(
+            f"{directory} has a certificate authority already; name another directory, or remove it"
+        )
+    directory.mkdir(parents=True, exist_ok=True)
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "KVSP development CA")])
     start = (now or datetime.datetime.now(datetime.UTC)) - _CLOCK_SKEW
@@ -115,7 +117,7 @@ def init_ca(folder: Path, *, now: datetime.datetime | None = None) -> Issued:
 
 
 def issue(
-    folder: Path,
+    directory: Path,
     *,
     uri: str,
     name: str | None = None,
@@ -123,7 +125,7 @@ def issue(
     days: int = _LEAF_DAYS,
     now: datetime.datetime | None = None,
 ) -> Issued:
-    """Issue a role's certificate from the authority in a folder: NAME.pem and NAME.key beside it.
+    """Issue a role's certificate from the authority in a directory: NAME.pem and NAME.key beside it.
 
     `uri` is the principal; the host of an ``https`` URI becomes a DNS or IP name, and `hosts` adds more.
     `name` is the files' name, by default host, port and path. A certificate of that name is replaced.
@@ -134,16 +136,18 @@ def issue(
     parts = urlsplit(uri)
     assert parts.hostname is not None
     try:
-        ca = x509.load_pem_x509_certificate((folder / CA_CERTIFICATE).read_bytes())
-        ca_key = serialization.load_pem_private_key((folder / CA_KEY).read_bytes(), None)
+        ca = x509.load_pem_x509_certificate((directory / CA_CERTIFICATE).read_bytes())
+        ca_key = serialization.load_pem_private_key((directory / CA_KEY).read_bytes(), None)
     except FileNotFoundError:
         raise PKIError(
-            f"{folder} has no certificate authority; make one with: kvsp pki init {folder}"
+            f"{directory} has no certificate authority; make one with: kvsp pki init {directory}"
         ) from None
     except ValueError:
-        raise PKIError(f"{folder}/{CA_CERTIFICATE} or {CA_KEY} is not a PEM file; make them anew") from None
+        raise PKIError(
+            f"{directory}/{CA_CERTIFICATE} or {CA_KEY} is not a PEM file; make them anew"
+        ) from None
     if not isinstance(ca_key, ec.EllipticCurvePrivateKey):
-        raise PKIError(f"{folder}/{CA_KEY} is not an elliptic-curve key; make the authority anew")
+        raise PKIError(f"{directory}/{CA_KEY} is not an elliptic-curve key; make the authority anew")
     key = ec.generate_private_key(ec.SECP256R1())
     all_hosts = ([parts.hostname] if parts.scheme == "https" else []) + list(hosts)
     names = [x509.UniformResourceIdentifier(uri), *map(_host_name, dict.fromkeys(all_hosts))]
@@ -164,7 +168,7 @@ def issue(
     port = [str(parts.port)] if parts.port else []
     stem = name or "-".join([parts.hostname, *port, *filter(None, parts.path.split("/"))])
     check_name(stem)
-    return _write(certificate, key, folder / f"{stem}.pem", folder / f"{stem}.key")
+    return _write(certificate, key, directory / f"{stem}.pem", directory / f"{stem}.key")
 
 
 def check_principal(uri: str) -> None:
@@ -245,8 +249,7 @@ def _write(
     secret = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    key_path.unlink(missing_ok=True)
-    with os.fdopen(os.open(key_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(secret)
-    certificate_path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    public = certificate.public_bytes(serialization.Encoding.PEM)
+    with replacing(key_path, secret, mode=0o600), replacing(certificate_path, public):
+        pass  # both are written before either takes the place of what was there
     return Issued(certificate_path, key_path)

@@ -55,7 +55,7 @@ class _SeedRange(click.ParamType):  # type: ignore[type-arg]
 @click.option("--wire", type=click.Choice(WIRES), default="messages", show_default=True,
               help="What carries calls: messages, or the octets of HTTP/2.")  # fmt: skip
 @click.option(
-    "--jobs", type=click.IntRange(1, 64), default=1, show_default=True, help="Processes for many seeds."
+    "--jobs", type=click.IntRange(1, 64), default=1, show_default=True, help="With --seeds: processes."
 )
 @click.option("--stop", is_flag=True, help="With --seeds: stop at the first that fails.")
 @click.option("--trace", type=click.Path(dir_okay=False, path_type=Path), default=None,
@@ -81,6 +81,8 @@ def simulate_command(
     """
     if seeds is not None and (seed is not None or trace is not None):
         raise click.UsageError("--seeds goes with neither --seed nor --trace.")
+    if seeds is None and (stop or jobs > 1):
+        raise click.UsageError("--jobs and --stop go with --seeds.")
     options = Options(
         steps=steps, instances=instances, holders=holders, users=users, faults=faults, wire=wire
     )

@@ -7,8 +7,10 @@ stop asking for more, and within a bound of simulated time all that was begun ha
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
 from typing import Final, TextIO
@@ -96,8 +98,21 @@ def run_seeds(seeds: Iterable[int], options: Options, *, jobs: int = 1) -> Itera
     if jobs == 1:
         yield from map(run, seeds)
         return
-    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+    with _interrupts_held():
+        workers = multiprocessing.get_context("fork").Pool(jobs)
+    with workers as pool:
         yield from pool.imap_unordered(run, seeds, chunksize=4)
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Keep Ctrl-C from processes that are begun meanwhile: one that dies of it while it takes the next seed
+    leaves the others, and the end of them all, waiting. This process gets it when the block ends."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _run_quietly(seed: int, options: Options) -> Outcome:

@@ -12,6 +12,7 @@ from typing import Final
 import click
 
 from kvsp_core.errors import KVSPError
+from kvsp_services.cli import importing
 
 __all__ = ["COMMANDS", "ENTRY_POINTS", "SECTIONS", "kvsp", "run"]
 
@@ -65,10 +66,12 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if target := COMMANDS.get(cmd_name):
             module, _, name = target.partition(":")
-            found = getattr(importlib.import_module(module), name)
+            with importing():
+                found = getattr(importlib.import_module(module), name)
         else:
             points = entry_points(group=ENTRY_POINTS, name=cmd_name)
-            found = next(iter(points)).load() if points else None
+            with importing():
+                found = next(iter(points)).load() if points else None
         if found is not None and not isinstance(found, click.Command):
             raise click.ClickException(f"the entry point {cmd_name} of {ENTRY_POINTS} is no click command")
         return found
@@ -117,7 +120,8 @@ _IN_THE_POLICY: Final = "the policy of that role has to name the URI of your cer
 _ADVICE: Final = {
     ": the service cannot be reached": "; is it running, and is this its base URI?",
     "there is no such resource below this base URI": "; is it the base URI of another role?",
-    "403 the client has no role that may make this request": f"; {_IN_THE_POLICY} [principals]",
+    "403 the client has no role that may make this request": f"; {_IN_THE_POLICY} [principals], with a role"
+    " that may, such as operator",
     "403 the client has no such permission in this scope": f"; {_IN_THE_POLICY} the scope's table",
 }
 """What to do about an error, by how it ends."""
@@ -130,6 +134,8 @@ def _say(text: str) -> None:
 
 def run(arguments: list[str]) -> int:
     """Run one command line and return the exit status; whatever goes wrong is said in one line."""
+    if sys.stdin is None:  # it was closed, and holds as little as an empty file
+        sys.stdin = open(os.devnull)  # noqa: SIM115
     try:
         outcome = kvsp.main(arguments, prog_name="kvsp", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:

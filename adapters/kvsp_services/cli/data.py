@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 import click
 
-from kvsp_client.files import read_scope
+from kvsp_client.files import naming, read_scope
 from kvsp_core.errors import LocalProtocolError, RemoteProtocolError
 from kvsp_core.index_parts import IndexParts
 from kvsp_core.messages import LeaseGranted, LeaseRequest, LookupAnswer, LookupRequest, MatchedBlock
@@ -120,7 +120,10 @@ def get(
         raise RemoteProtocolError(
             f"{holder}: the block does not match its digest and was discarded; try another holder"
         )
-    with open(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+    with (
+        naming(output),
+        open(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file,
+    ):
         file.write(answer.body)
     if as_json:
         show_json({"output": str(output), "size_bytes": len(answer.body)})

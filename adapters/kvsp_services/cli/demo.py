@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, get_args
 
 import click
 
+from kvsp_client.files import naming
 from kvsp_core.errors import KVSPError
 from kvsp_services.config import LoopName
 
@@ -119,7 +120,8 @@ def _run(directory: Path, model_dir: Path, fast: bool, loop: str, report_file: P
         finally:
             watcher.stop()
     title = f"KVSP on {model_dir.name}"
-    report_file.write_text(report(title, steps, watcher.samples, watcher.marks))
+    with naming(report_file):
+        report_file.write_text(report(title, steps, watcher.samples, watcher.marks))
     checks = [check for step in steps for check in step.checks]
     held = sum(check.held for check in checks)
     click.echo(

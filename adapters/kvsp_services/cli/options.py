@@ -129,6 +129,7 @@ def descriptor_option(*, required: bool = True) -> Callable[[F], F]:
     return click.option(
         "--descriptor",
         type=click.File("rb"),
+        metavar="FILE",
         envvar="KVSP_DESCRIPTOR",
         show_envvar=True,
         required=required,
@@ -153,6 +154,7 @@ def tokens_option(*, required: bool = True) -> Callable[[F], F]:
     return click.option(
         "--tokens",
         type=click.File("rb"),
+        metavar="FILE",
         required=required,
         help="The tokens: a JSON array of integers; - for standard input.",
     )

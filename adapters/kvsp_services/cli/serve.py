@@ -8,6 +8,7 @@ from typing import get_args
 import click
 
 from kvsp_core.errors import KVSPError
+from kvsp_services.cli import importing
 from kvsp_services.config import LoopName, read_config
 from kvsp_services.logs import configure_logs
 
@@ -24,7 +25,8 @@ def serve(config: Path, loop: LoopName | None, check: bool) -> None:
     """Run the roles that the CONFIG file names, until SIGTERM. SIGHUP reads policy, limits and
     certificates again. Its keys are in docs/configuration.md."""
     document = read_config(config)
-    from kvsp_services import process
+    with importing():
+        from kvsp_services import process
 
     if check:
         process.check_files(document)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import click
 
-from kvsp_client.files import read_secret
 from kvsp_core.errors import KVSPError
 from kvsp_services.cli.options import FILE, SCOPE_ID, counted
 from kvsp_services.stores.block_files import FileTier, is_tier
 from kvsp_services.stores.durable import back_up
+from kvsp_services.stores.sealing import read_storage_key_file
 
 __all__ = ["backup", "purge"]
 
@@ -39,10 +39,14 @@ def purge(directory: Path, storage_key_file: Path, scope_id: str) -> None:
     DIRECTORY is that of a tier, as the configuration names it. The number of blocks that were deleted is
     printed.
 
-    A holder that is running does it itself, in memory and at the index too: write `purged = true` under the
-    scope in its policy, and send it SIGHUP.
+    One that is running is refused: it does it itself, in memory and at the index too. Write `purged = true`
+    under the scope in its policy, and send it SIGHUP.
     """
     if not is_tier(directory):
         raise KVSPError(f"{directory}: there are no blocks here; name the directory of a tier")
-    tier = FileTier(directory, read_secret(storage_key_file), 0)
-    click.echo(f"{counted(tier.purge(scope_id), 'block')} deleted")
+    tier = FileTier(directory, read_storage_key_file(storage_key_file), 0)
+    tier.lock()
+    try:
+        click.echo(f"{counted(tier.purge(scope_id), 'block')} deleted")
+    finally:
+        tier.unlock()

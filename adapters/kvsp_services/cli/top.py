@@ -75,7 +75,11 @@ def _view(
 @index_option(required=False)
 @holders_option
 @click.option("--interval", type=click.FloatRange(min=0.2), default=2.0, show_default=True, help="Seconds.")
-@click.option("--once", is_flag=True, help="Show it once, and end; exit 1 where a role did not answer.")
+@click.option(
+    "--once",
+    is_flag=True,
+    help="Show it once, and end, as into a file or a pipe; exit 1 where a role did not answer.",
+)
 @with_credentials
 def top(
     credentials: Credentials,
@@ -87,9 +91,9 @@ def top(
 ) -> int:
     """Show a cluster as it changes, until Ctrl-C."""
     console = Console()
+    if not console.is_terminal:
+        once, console.width = True, _WIDE
     if once:
-        if not console.is_terminal:
-            console.width = _WIDE
         view, answered = _view(credentials, controller, index_uris, holders)
         console.print(view)
         return 0 if answered else 1

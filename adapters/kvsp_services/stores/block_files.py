@@ -10,6 +10,7 @@ before it counts.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import struct
@@ -27,6 +28,7 @@ import msgspec
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from kvsp_client.files import replacing
 from kvsp_core.container_header import ContainerHeader
 from kvsp_core.roles.role import BlockName, JobFault, StoredBlock
 from kvsp_services.stores.blocks import BlockFault, part_of
@@ -46,6 +48,7 @@ _FAULTS: Final = {
 }
 """What errors of the system say of a tier; of others, that it does not work."""
 _KEY_CHECK: Final = "key-check"
+_LOCK: Final = "lock"
 
 
 class _Header(msgspec.Struct, array_like=True):
@@ -129,6 +132,7 @@ class FileTier:
         self._lock = threading.Lock()
         self._held: dict[str, tuple[int, int, BlockName]] = {}
         """For each file its octets of sections, when and under which name they came; the oldest first."""
+        self._in_use = -1
         self.used_bytes = 0
         self.damaged = 0
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -148,12 +152,8 @@ class FileTier:
             raise StorageError(
                 f"{self._directory} does not open with this storage key; give the key it was made with"
             )
-        unfinished = path.with_name(path.name + _UNFINISHED)
-        unfinished.unlink(missing_ok=True)
-        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(descriptor, "wb") as file:
-            file.write(sealer.seal(b"", b""))
-        unfinished.replace(path)
+        with replacing(path, sealer.seal(b"", b""), mode=0o600):
+            pass
 
     def _opens(self, path: Path) -> bool:
         try:
@@ -161,6 +161,25 @@ class FileTier:
         except (*_DAMAGED, ValueError, OSError):
             return False
         return True
+
+    def lock(self) -> None:
+        """Have the directory for this tier alone, until `close`. Raises `StorageError` where another has it:
+        it would delete what this one is writing, and go on publishing what this one deletes."""
+        descriptor = os.open(self._directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise StorageError(
+                f"{self._directory} is in use by another process; stop that, or name another directory"
+            ) from None
+        self._in_use = descriptor
+
+    def unlock(self) -> None:
+        """Let others have the directory; once is enough."""
+        descriptor, self._in_use = self._in_use, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
     # Storing
 
@@ -344,14 +363,15 @@ class FileTier:
             return header
 
     def close(self) -> None:
-        """Write everything out, then leave the marker that says so."""
+        """Write everything out, then leave the marker that says so, and let others have the directory."""
         os.sync()
         try:
             descriptor = os.open(self._directory / _CLEAN, os.O_WRONLY | os.O_CREAT, 0o600)
             os.fsync(descriptor)
             os.close(descriptor)
         except OSError:
-            return  # without the marker the next start reads everything, which is what a broken disk needs
+            pass  # without the marker the next start reads everything, which is what a broken disk needs
+        self.unlock()
 
     # Names and keys
 

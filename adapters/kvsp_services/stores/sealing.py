@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hmac
 import os
+from pathlib import Path
 from typing import Final
 
 from cryptography.exceptions import InvalidTag
@@ -16,9 +17,19 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
+from kvsp_client.files import read_secret
 from kvsp_core.errors import KVSPError, LocalProtocolError
 
-__all__ = ["NONCE_BYTES", "SALT_BYTES", "TAG_BYTES", "Sealer", "StorageError", "derive_key", "hidden_name"]
+__all__ = [
+    "NONCE_BYTES",
+    "SALT_BYTES",
+    "TAG_BYTES",
+    "Sealer",
+    "StorageError",
+    "derive_key",
+    "hidden_name",
+    "read_storage_key_file",
+]
 
 SALT_BYTES: Final = 16
 NONCE_BYTES: Final = 12
@@ -29,6 +40,17 @@ MIN_STORAGE_KEY_BYTES: Final = 32
 class StorageError(KVSPError):
     """Storage does not do what it must: it cannot be read or written, or what it holds is not what was
     stored."""
+
+
+def read_storage_key_file(path: Path) -> bytes:
+    """Return the storage key in a file, as `read_secret` does. Raises `LocalProtocolError` where it is too
+    short."""
+    key = read_secret(path)
+    if len(key) < MIN_STORAGE_KEY_BYTES:
+        raise LocalProtocolError(
+            f"{path}: a storage key has at least {MIN_STORAGE_KEY_BYTES} random octets, found {len(key)}"
+        )
+    return key
 
 
 def derive_key(storage_key: bytes, purpose: str, salt: bytes = b"") -> bytes:

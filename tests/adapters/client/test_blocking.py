@@ -101,9 +101,10 @@ def test_waiting_ends_after_its_time(served: Served, client: BlockingClient) -> 
         prefix_of(keys, (holder.uri, stored)), (memory := PrefixMemory(MODEL, 2)).sections
     )
     assert fetch.wait_layer(0) == 2
-    with pytest.raises(TimeoutError):
+    late = r"^it is not there after 0.05 s; wait again, or cancel$"
+    with pytest.raises(TimeoutError, match=late):
         fetch.wait_layer(LAYERS - 1, timeout_s=0.05)
-    with pytest.raises(TimeoutError):
+    with pytest.raises(TimeoutError, match=late):
         fetch.result(timeout_s=0.05)
     assert not fetch.done
     fetch.cancel()
@@ -191,6 +192,8 @@ def test_a_job_is_waited_for_or_cancelled(served: Served, client: BlockingClient
 
     cancelled = client.start_store(served.cache_uris[0], keys, slow)
     assert entered.wait(60)
+    with pytest.raises(TimeoutError, match=r"^it is not there after 0 s; wait again, or cancel$"):
+        cancelled.result(0)
     cancelled.cancel()
     go_on.set()
     with pytest.raises(ClientClosed):

@@ -1,4 +1,5 @@
-"""Secrets are read from files of their owner only, raw or in hex, and never quoted."""
+"""Secrets are read from files of their owner only, raw or in hex, and never quoted; what is written is there
+whole or not at all."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvsp_client.files import file_pieces, read_scope, read_secret
+from kvsp_client.files import file_pieces, naming, read_scope, read_secret, replacing
 from kvsp_core.errors import LocalProtocolError
 
 KEY = bytes(range(32))
@@ -69,3 +70,27 @@ def test_pieces_join_to_the_file(tmp_path: Path) -> None:
     pieces = list(file_pieces(path))
     assert len(pieces) == 3
     assert b"".join(pieces) == content
+
+
+def test_a_disk_that_is_full_is_said_of_a_file() -> None:
+    full = Path("/dev/full")
+    with pytest.raises(OSError, match=r"No space left on device: '/dev/full'"), naming(full):
+        full.write_bytes(b"x")
+
+
+def test_files_take_the_place_of_others_together_or_not_at_all(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    for path in (one, other):
+        path.write_bytes(b"old")
+    with replacing(one, b"new", mode=0o600), replacing(other, b"new"):
+        assert one.read_bytes() == other.read_bytes() == b"old"
+    assert one.read_bytes() == other.read_bytes() == b"new"
+    assert one.stat().st_mode & 0o777 == 0o600
+    with (
+        pytest.raises(FileNotFoundError, match=r"missing/other'$"),
+        replacing(one, b"newer"),
+        replacing(tmp_path / "missing" / "other", b"newer"),
+    ):
+        pass
+    assert one.read_bytes() == b"new"
+    assert sorted(tmp_path.iterdir()) == [one, other]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from kvsp_client import Client, MissReason, PrefixMemory, StoreOutcome
+from kvsp_client import BlockingClient, Client, MissReason, PrefixMemory, StoreOutcome
 from kvsp_client.testing import Served
 from kvsp_core.errors import LocalProtocolError
 from tests.adapters.client.scripted import LAYERS, MODEL, ScriptedHolder, content, keys_of, prefix_of
@@ -105,3 +105,20 @@ def test_memory_that_is_read_only_is_the_callers_mistake(kind: str, served: Serv
             )
 
     play(kind, served, scenario)
+
+
+def test_a_base_uri_that_is_none_is_the_callers_mistake(kind: str, served: Served) -> None:
+    keys, stored = keys_of(served, f"no uri {kind}", 1), content(1)
+
+    async def scenario(client: Client) -> None:
+        for uri in ("cache", served.cache_uris[0].rstrip("/")):
+            with pytest.raises(LocalProtocolError, match="holder: a base URI"):
+                await client.store(uri, keys, stored.sections)
+            with pytest.raises(LocalProtocolError, match="holder: a base URI"):
+                async with client.lease(uri, keys):
+                    pass
+
+    play(kind, served, scenario)
+    for index in ("index", [], [served.index_uri, served.index_uri]):
+        with pytest.raises(LocalProtocolError, match="index"):
+            BlockingClient(served.credentials, index=index)

@@ -242,7 +242,7 @@ def test_certificates_are_replaced_while_running(certificates: Certificates, tmp
         strict=True,
     ):
         copyfile(source, path)
-    server = Credentials(*paths)
+    server = Credentials(*map(str, paths))
     client = certificates.credentials(certificates.client)
     first = join(server, client)
     renewed = issue(certificates.folder, uri="https://localhost/renewed/", name="renewed")

@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import json
 import re
+import resource
+import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import entry_points
 from pathlib import Path
-from types import ModuleType
 
 import click
 import pytest
 
-from kvsp_services.cli import app, main
+from kvsp_services.cli import app
 from kvsp_services.pki import init_ca, issue
 from tests.adapters.services.cluster import free_ports
 from tests.adapters.services.test_cli_values import DESCRIPTOR, HEADER
@@ -37,6 +39,7 @@ FILES = {
         key_file = "ops.key"
         """,
 }
+FILES["key.toml"] = 'storage_key_file = "short.key"\n' + FILES["wrong.toml"]
 UNREACHED = "the service cannot be reached; is it running, and is this its base URI?"
 NO_URI = "a base URI starts with 'https://'"
 MISSING, FOLDER = "No such file or directory", "Is a directory"
@@ -50,8 +53,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     issue(made, uri="spiffe://example/ops", name="ops")
     (made / "descriptor.json").write_text(json.dumps(DESCRIPTOR))
     (made / "tokens.json").write_text("[1, 2, 3, 4]")
-    for name in ("policy.toml", "wrong.toml"):
-        (made / name).write_text(FILES[name])
+    for name, text in FILES.items():
+        (made / name).write_text(text)
     (made / "mixed.json").write_text('[1, "2"]')
     (made / "alone").mkdir()
     for ending in (".pem", ".key"):
@@ -187,6 +190,7 @@ CASES: list[tuple[list[str], int, str]] = [
     (["serve", "none"], 2, "does not exist"),
     (["serve", "folder"], 2, "is a directory"),
     (["serve", "wrong.toml", "--check"], 1, "policy.toml: scopes: a scope is named by its Scope ID"),
+    (["serve", "key.toml", "--check"], 1, "short.key: a storage key has at least 32 random octets, found 5"),
     (["serve", "wrong"], 1, "wrong: not TOML: "),
     (["serve", "wrong", "--loop", "curio"], 2, "Invalid value for '--loop'"),
     (["model"], 2, "Usage: kvsp model"),
@@ -199,6 +203,8 @@ CASES: list[tuple[list[str], int, str]] = [
     (["demo", "--report", "wrong/report.html"], 2, "wrong/report.html: it cannot be written"),
     (["simulate", "--seed", "x"], 2, "Invalid value for '--seed'"),
     (["simulate", "--seeds", "9-1"], 2, "such as 0-199"),
+    (["simulate", "--stop"], 2, "--jobs and --stop go with --seeds"),
+    (["simulate", "--jobs", "2"], 2, "--jobs and --stop go with --seeds"),
     (["explore"], 2, "Missing argument 'CONFIGURATION'"),
     (["explore", "nonsense"], 2, "'nonsense' is not one of"),
 ]
@@ -308,13 +314,75 @@ def test_what_is_missing_is_said_by_the_proofs_too(
     assert "httpx is missing; in a checkout run: pip install '.[test]'" in capsys.readouterr().err
 
 
-def test_an_interrupt_while_modules_are_imported_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Interrupted(ModuleType):
-        def __getattr__(self, name: str) -> object:
-            raise KeyboardInterrupt
+INTERRUPTED = """
+import os, signal, sys
+from types import ModuleType
+from kvsp_services.cli import main
 
-    monkeypatch.setitem(sys.modules, app.__name__, Interrupted(app.__name__))
-    monkeypatch.setattr(sys, "argv", ["kvsp"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 130
+class Extension(ModuleType):
+    def __getattr__(self, name):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ImportError("it failed to import") from None
+
+sys.argv = ["kvsp", "scope"]
+sys.modules["MODULE"] = Extension("MODULE")
+signal.signal(signal.SIGINT, signal.default_int_handler)
+main()
+"""
+
+
+@pytest.mark.parametrize("module", ["kvsp_services.cli.app", "kvsp_services.cli.values"])
+def test_an_interrupt_while_modules_are_imported_is_no_traceback(module: str) -> None:
+    """Those in C turn it into other errors."""
+    program = INTERRUPTED.replace("MODULE", module)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_an_interrupt_waits_for_nothing_in_another_thread() -> None:
+    with ThreadPoolExecutor() as threads:
+        assert threads.submit(app.run, ["scope", "--help"]).result() == 0
+
+
+def test_what_changes_on_a_screen_is_shown_once_elsewhere(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(directory)
+    monkeypatch.setattr(sys.modules["time"], "sleep", None)
+    assert app.run(["top", "--controller", NOBODY, *WHO]) == 1
+    assert capfd.readouterr().out == f"{NOBODY}: the service cannot be reached\n"
+
+
+def test_standard_input_that_is_closed_is_empty(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(directory)
+    monkeypatch.setattr(sys, "stdin", None)
+    assert app.run(["keys", *SCOPE, "--tokens", "-"]) == 1
+    assert len(capfd.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("most_bytes", "file"), [(10_000, "/model.safetensors: "), (1_000, ": ")])
+def test_a_model_that_does_not_fit_on_the_disk_is_said_in_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    most_bytes: int,
+    file: str,
+) -> None:
+    call = ["model", "prepare", str(tmp_path / "new"), "--tiny"]
+    if most_bytes == 1_000:  # which is room for config.json
+        monkeypatch.setattr("kvsp_engines.prepare._save", lambda *_: None)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, before[1]))
+    try:
+        assert app.run(call) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    (said,) = capfd.readouterr().err.splitlines()
+    assert said.startswith(f"kvsp: {tmp_path}/new{file}")
+    assert "File too large" in said
+    monkeypatch.undo()
+    assert app.run(call) == 0, "it was not finished, and is begun anew"

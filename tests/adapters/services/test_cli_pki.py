@@ -20,3 +20,18 @@ def test_from_nothing_to_a_certificate(tmp_path: Path, capfd: pytest.CaptureFixt
     paths = [Path(line) for line in capfd.readouterr().out.splitlines()]
     assert paths == [tmp_path / "h1.pem", tmp_path / "h1.key"]
     assert all(path.is_file() for path in paths)
+
+
+def test_a_certificate_that_cannot_be_renewed_keeps_its_key(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    app.run(["pki", "init", str(tmp_path)])
+    call = ["pki", "issue", str(tmp_path), "--uri", "spiffe://example/ops", "--name", "ops"]
+    app.run(call)
+    before = (tmp_path / "ops.key").read_bytes()
+    (tmp_path / "ops.pem").unlink()
+    (tmp_path / "ops.pem").mkdir()
+    capfd.readouterr()
+    assert app.run(call) == 2
+    assert capfd.readouterr().err == f"kvsp: {tmp_path}/ops.pem: Is a directory\n"
+    assert (tmp_path / "ops.key").read_bytes() == before

@@ -4,15 +4,17 @@ history.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 
 import attrs
 import pytest
 
 from kvsp_core.limits import MAX_ENGINE_FAILURES
+from kvsp_sim import simulate
 from kvsp_sim.cluster import SimulatedCluster
 from kvsp_sim.commands import simulate_command
-from kvsp_sim.simulate import Options, Outcome, run_seed
+from kvsp_sim.simulate import Options, Outcome, run_seed, run_seeds
 from kvsp_sim.trace import Trace
 from tests.hash_seeds import printed
 
@@ -134,3 +136,19 @@ def test_a_seed_gives_one_history_under_any_hash_seed(seeds: Sequence[int]) -> N
         f"for seed in {[*seeds]}: print(run_seed(seed, Options()).trace_hash)"
     )
     assert len({printed(program, seed) for seed in ("0", "1", "2")}) == 1
+
+
+def test_an_interrupt_is_for_the_process_that_waits_for_the_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that dies of one while it takes a seed would leave all waiting."""
+    held = "interrupts are held"
+
+    def look(seed: int, options: Options) -> Outcome:
+        found = {held: signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())}
+        return attrs.evolve(ended, seed=seed, counts=found)
+
+    ended = run_seed(0, options := Options(steps=1))
+    monkeypatch.setattr(simulate, "run_seed", look)
+    found = list(run_seeds(range(8), options, jobs=2))
+    assert {outcome.seed for outcome in found} == set(range(8))
+    assert all(outcome.counts[held] for outcome in found)
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
