@@ -100,6 +100,8 @@ def main() -> int:
         child(names[0], options.child)
         return 0
     if options.input:
+        if len(options.target) != 1 or not options.input.is_file():
+            parser.error(f"--input takes one target and a file that is there: {options.input}")
         importlib.import_module(f"targets.{names[0]}").one_input(options.input.read_bytes())
         print(f"{names[0]}: this input shows nothing")
         return 0
