@@ -89,8 +89,12 @@ def simulate_command(
     if seeds is None:
         if trace is None:
             return _tell(run_seed(seed or 0, options))
-        with trace.open("w", encoding="utf-8") as out:
-            return _tell(run_seed(seed or 0, options, out))
+        try:
+            with trace.open("w", encoding="utf-8") as out:
+                outcome = run_seed(seed or 0, options, out)
+        except OSError as error:  # a full disk names no file
+            raise OSError(error.errno, error.strerror, str(trace)) from None
+        return _tell(outcome)
     return _run_many(seeds, options, jobs, stop)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -163,6 +164,7 @@ def run(arguments: list[str]) -> int:
         _say(f"this command needs {error.name}; in a checkout run: pip install '.[all]'")
         return USAGE
     except OSError as error:
-        _say(f"{error.filename or 'operating system'}: {error.strerror or error}")
+        unnamed = "standard output" if error.errno == errno.ENOSPC else "operating system"
+        _say(f"{error.filename or unnamed}: {error.strerror or error}")
         return USAGE if isinstance(error, _CANNOT_BE_OPENED) and error.filename else NO
     return outcome if isinstance(outcome, int) else 0

@@ -4,6 +4,7 @@ nothing was done."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import resource
 import subprocess
@@ -337,7 +338,9 @@ main()
 def test_an_interrupt_while_modules_are_imported_is_no_traceback(module: str) -> None:
     """Those in C turn it into other errors."""
     program = INTERRUPTED.replace("MODULE", module)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert (done.returncode, done.stderr) == (130, "")
 
 
@@ -386,3 +389,13 @@ def test_a_model_that_does_not_fit_on_the_disk_is_said_in_one_line(
     assert "File too large" in said
     monkeypatch.undo()
     assert app.run(call) == 0, "it was not finished, and is begun anew"
+
+
+def test_what_is_written_to_a_full_disk_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    assert app.run(["simulate", "--steps", "20", "--trace", "/dev/full"]) == 1
+    assert capfd.readouterr() == ("", "kvsp: /dev/full: No space left on device\n")
+    command = [sys.executable, "-m", "kvsp_services.cli", "--help"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=environment, check=False)
+    assert (done.returncode, done.stderr) == (1, b"kvsp: standard output: No space left on device\n")
