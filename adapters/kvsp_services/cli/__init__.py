@@ -34,7 +34,8 @@ def importing() -> Iterator[None]:
 def main() -> None:
     """Run ``kvsp`` with the arguments of the process."""
     if sys.argv[1:2] in (["serve"], ["demo"]):  # before anything imports numpy
-        from kvsp_services.engine_port import pinned_numerics
+        with importing():
+            from kvsp_services.engine_port import pinned_numerics
 
         os.environ.update(pinned_numerics())
     try:

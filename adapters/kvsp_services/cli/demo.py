@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
 import tempfile
@@ -14,6 +15,7 @@ import click
 
 from kvsp_client.files import naming
 from kvsp_core.errors import KVSPError
+from kvsp_services.cli import importing
 from kvsp_services.config import LoopName
 
 if TYPE_CHECKING:
@@ -48,6 +50,9 @@ def demo(fast: bool, model_dir: Path | None, loop: str, report_file: Path, keep:
     every check held.
     """
     _check_writable(report_file)
+    with importing():
+        for module in ("kvsp_engines.prepare", "kvsp_services.demo.story"):  # which import all the others
+            importlib.import_module(module)
     for number in (signal.SIGTERM, signal.SIGHUP):  # its processes are stopped as at Ctrl-C
         signal.signal(number, signal.default_int_handler)
     directory = Path(tempfile.mkdtemp(prefix="kvsp-demo-"))

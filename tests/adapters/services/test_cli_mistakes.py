@@ -317,30 +317,45 @@ def test_what_is_missing_is_said_by_the_proofs_too(
 
 INTERRUPTED = """
 import os, signal, sys
-from types import ModuleType
+
+class Extension:
+    def find_spec(self, name, path=None, target=None):
+        if name == "MODULE":
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except KeyboardInterrupt:
+                raise ImportError("it failed to import") from None
+
 from kvsp_services.cli import main
-
-class Extension(ModuleType):
-    def __getattr__(self, name):
-        try:
-            os.kill(os.getpid(), signal.SIGINT)
-        except KeyboardInterrupt:
-            raise ImportError("it failed to import") from None
-
-sys.argv = ["kvsp", "scope"]
-sys.modules["MODULE"] = Extension("MODULE")
 signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Extension())
 main()
 """
 
 
-@pytest.mark.parametrize("module", ["kvsp_services.cli.app", "kvsp_services.cli.values"])
-def test_an_interrupt_while_modules_are_imported_is_no_traceback(module: str) -> None:
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ("kvsp_services.cli.app", ["scope"]),
+        ("kvsp_services.cli.values", ["scope"]),
+        ("kvsp_services.engine_port", ["serve"]),
+        ("kvsp_services.process", ["serve", "wrong.toml"]),
+        ("kvsp_services.demo.story", ["demo", "--fast"]),
+    ],
+)
+def test_an_interrupt_while_modules_are_imported_is_no_traceback(
+    directory: Path, module: str, arguments: list[str]
+) -> None:
     """Those in C turn it into other errors."""
-    program = INTERRUPTED.replace("MODULE", module)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED.replace("MODULE", module), *arguments],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert (done.returncode, done.stderr) == (130, "")
 
 
