@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 import structlog
 
 from kvsp_core.errors import KVSPError
+from kvsp_core.roles.instance import Instance
 from kvsp_core.roles.role import BlockName, Effect, Role
 from kvsp_h2 import Credentials
 from kvsp_services.assembly import (
@@ -238,11 +239,13 @@ class RunningRole:
 
     @property
     def unready(self) -> str | None:
-        """Why the role is not ready, or None: in trouble, not listening yet, certificate expired."""
+        """Why the role is not ready, or None: in trouble, not listening, certificate expired, replaced."""
         if self.trouble is None and (self.listener is None or not self.api_listens):
             return "not listening yet"
         if self.trouble is None and self.certificate.has_expired(datetime.datetime.now(datetime.UTC)):
             return "its certificate has expired"
+        if self.trouble is None and isinstance(self.role, Instance) and self.role.is_fenced:
+            return "its controller knows a later start of it; see that one process only has its base URI"
         return self.trouble
 
     async def listen(self) -> None:

@@ -173,6 +173,12 @@ class Holder:
         self._blocks.settle(now_ms)
         return self._work.take()
 
+    def fence(self) -> None:
+        """Be told that a later incarnation has this base URI: take nothing new, and tell the index nothing,
+        since what it lists is the other's."""
+        self._stopping = True
+        self._blocks.publisher.fall_silent()
+
     def purge(self, now_ms: int) -> tuple[Effect, ...]:
         """Delete, in every tier, what is held of the scopes that the policy says are purged."""
         purged = self.policy.purged
