@@ -130,7 +130,9 @@ class HolderSection(RoleSection, frozen=True, kw_only=True):
     record_ttl_ms: Count = 600_000
     """For how long its records hold; they are refreshed before."""
     max_lease_ttl_ms: Count = 60_000
-    """The longest lease. Instances ask for up to 60,000, and go by what is granted, 1,000 at least."""
+    """The longest lease, and for how long a holder that starts evicts nothing of what it finds. Instances ask
+    for up to 60,000, and go by what is granted, 1,000 at least. Once it is lower, a restart may cut leases
+    short that were granted before."""
     lease_quota_bytes: Count = 64 << 30
     """What one client may have leased."""
 

@@ -239,15 +239,18 @@ class RunningRole:
 
     @property
     def unready(self) -> str | None:
-        """Why the role is not ready, or None: in trouble, not listening yet, certificate expired, engine
-        silent."""
-        if self.trouble is None and (self.listener is None or not self.api_listens):
+        """Why the role is not ready, or None."""
+        if self.trouble is not None:
+            return self.trouble
+        if self.listener is None or not self.api_listens:
             return "not listening yet"
-        if self.trouble is None and self.certificate.has_expired(datetime.datetime.now(datetime.UTC)):
+        if self.certificate.has_expired(datetime.datetime.now(datetime.UTC)):
             return "its certificate has expired"
-        if self.trouble is None and isinstance(self.role, Instance) and self.role.engine_is_silent:
+        if isinstance(self.role, Instance) and self.role.is_fenced:
+            return "its controller knows a later start of it; see that one process only has its base URI"
+        if isinstance(self.role, Instance) and self.role.engine_is_silent:
             return "its engine is silent"
-        return self.trouble
+        return None
 
     async def listen(self) -> None:
         """Take connections."""

@@ -11,12 +11,12 @@ from typing import Final
 import attrs
 
 from kvsp_core.heads import Response
+from kvsp_core.limits import MAX_REPLICA_TTL_MS
 from kvsp_core.roles.holder import Holder
 from kvsp_core.roles.instance import Instance
 from kvsp_sim.deployment import (
     CONTROLLER,
     HOST,
-    INDEX,
     LOCAL,
     OPERATOR,
     OUTSIDER,
@@ -29,6 +29,7 @@ from kvsp_sim.engine import KINDS, EngineSpeed, SimulatedEngine
 from kvsp_sim.exchange import Exchange
 from kvsp_sim.faults import PROFILES, Chaos, draw_clock
 from kvsp_sim.host import Cluster, Host, Instruction, RoleFactory
+from kvsp_sim.housekeeping import Housekeeping, Usual
 from kvsp_sim.http2 import Http2
 from kvsp_sim.network import Network, NetworkFaults
 from kvsp_sim.operators import Operator, Resharding
@@ -45,6 +46,8 @@ from kvsp_sim.world import World
 __all__ = ["SimulatedCluster"]
 
 _NEVER_MS: Final = 10**9
+_KEPT: Final = 0.25
+"""How often processes are stopped in order, and limits and policies change, while requests are served."""
 
 
 class SimulatedCluster:
@@ -62,7 +65,9 @@ class SimulatedCluster:
             allowed=deployment.allowed(),
             scope_keys=deployment.scope_keys,
         )
-        witness = Witness(self.properties, index=INDEX, block_bytes=deployment.block.data_bytes)
+        witness = Witness(
+            self.properties, indexes=deployment.places.index.uris, block_bytes=deployment.block.data_bytes
+        )
         witness.strangers = frozenset((STRANGER, OUTSIDER))
         self._overheard = witness.overheard
         carry = Http2(self._random.split("http2")) if options.wire == "h2" else Exchange
@@ -74,6 +79,7 @@ class SimulatedCluster:
         self._add_company(self._random.split("company"))
         self.rest = self._at_rest()
         """What has to be true once all has healed."""
+        self._housekeeping = self._keep_house(self._random.split("housekeeping"))
         for process in self.cluster.processes.values():
             process.set_clock(draw_clock(process.randomness))
             process.start()
@@ -99,13 +105,15 @@ class SimulatedCluster:
             room=2 * (deployment.room.instance_bytes // deployment.block.size_bytes),
             lists_all=deployment.scarcity.lists_all,
             sees_records_expire=self._random.split("rest").chance(0.3),
+            producers=deployment.producers,
         )
 
     # Who is there
 
     def _add_roles(self) -> None:
         deployment, places = self.deployment, self.deployment.places
-        self._add("index", INDEX, deployment.index)
+        for number, base_uri in enumerate(places.index.uris):
+            self._add(f"index {number}" if number else "index", base_uri, partial(deployment.index, base_uri))
         self._add("controller", CONTROLLER, deployment.controller)
         for number, base_uri in enumerate(places.holders):
             self._add(f"holder {number}", base_uri, partial(deployment.holder, base_uri), tiers=True)
@@ -125,10 +133,11 @@ class SimulatedCluster:
         tiers: bool = False,
         engine: bool = False,
         **more: object,
-    ) -> None:
+    ) -> Host:
         process = self.cluster.process(name)
         room = self.deployment.room
         faults = self.storage_faults[name] = StorageFaults()
+        faults.busy = self.deployment.variety.busy if self.options.faults in ("all", "storage") else 0.0
         kept = [
             Tier(
                 self.world,
@@ -140,7 +149,7 @@ class SimulatedCluster:
             )
             for tier in ((HOST, LOCAL) if tiers else ())
         ]
-        Host(
+        return Host(
             process,
             base_uri,
             factory,
@@ -150,10 +159,14 @@ class SimulatedCluster:
             **more,  # type: ignore[arg-type]
         )
 
-    def _add_instance(self, name: str, base_uri: str, number: int) -> None:
-        self._add(
-            name, base_uri, partial(self.deployment.instance, base_uri, number), tiers=True, engine=True
-        )
+    def _add_instance(self, name: str, base_uri: str, number: int) -> Host:
+        factory = partial(self.deployment.instance, base_uri, number)
+        return self._add(name, base_uri, factory, tiers=True, engine=True)
+
+    def _add_again(self, base_uri: str) -> Host:
+        """Add a second process of an instance, to which calls go from now on."""
+        number = self.deployment.places.instances.index(base_uri)
+        return self._add_instance(f"instance {number} again", base_uri, number)
 
     def _engine(self, host: Host) -> SimulatedEngine:
         pace = self.deployment.pace
@@ -162,7 +175,12 @@ class SimulatedCluster:
             name=host.base_uri,
             descriptor=self.deployment.descriptor,
             kind=number % KINDS,
-            speed=EngineSpeed(token_us=pace.token_us, decode_us=pace.decode_us, failure=pace.engine_failure),
+            speed=EngineSpeed(
+                token_us=pace.token_us,
+                decode_us=pace.decode_us,
+                failure=pace.engine_failure,
+                burst=self.deployment.variety.burst,
+            ),
             randomness=host.randomness.split("engine", host.life),
             buffers=host.buffers,
             deliver=host.deliver,
@@ -174,7 +192,9 @@ class SimulatedCluster:
         deployment = self.deployment
         random = self._random.split("users", number)
         users = Users(
-            Workload(random.split("workload"), deployment.descriptor.block_tokens),
+            Workload(
+                random.split("workload"), deployment.descriptor.block_tokens, deployment.variety.stretch
+            ),
             random,
             count=self.options.users,
             thinking_us=deployment.pace.thinking_us,
@@ -204,6 +224,7 @@ class SimulatedCluster:
             random.split("operator"),
             mean_ms=company.mean_ms if company.operator else _NEVER_MS,
             lease_ms=deployment.times.lease_ms,
+            asks_more=deployment.variety.asks_more,
         )
         self._add("operator", OPERATOR, lambda _: operator)
         self._operator = operator
@@ -220,6 +241,30 @@ class SimulatedCluster:
             self._overheard,
             random.split("reshards"),
             mean_us=3_000 * (company.mean_ms if company.reshards else _NEVER_MS),
+        )
+
+    def _keep_house(self, random: Randomness) -> Housekeeping | None:
+        deployment = self.deployment
+        if not random.chance(_KEPT):
+            return None
+        usual = Usual(
+            lease_ms=deployment.times.lease_ms,
+            quota_bytes=deployment.room.quota_bytes,
+            replica_ttl_ms=deployment.times.replica_ttl_ms,
+            index_ttl_ms=MAX_REPLICA_TTL_MS,
+            lookup_keys=deployment.scarcity.lookup_keys,
+        )
+        mean_us = random.pick((100_000, 400_000))
+        return Housekeeping(
+            self.cluster,
+            deployment.places,
+            usual,
+            random,
+            mean_us=mean_us,
+            rest=self.rest,
+            again=self._add_again if self.options.wire == "messages" else None,
+            policy=deployment.make_policy,
+            rules=deployment.rules,
         )
 
     # What goes wrong all along
@@ -253,6 +298,8 @@ class SimulatedCluster:
 
     def heal(self) -> None:
         """End all faults, and have users ask for nothing more."""
+        if self._housekeeping is not None:
+            self._housekeeping.rest()
         self._chaos.heal()
         for host in self.cluster.hosts.values():
             host.lies = None
@@ -280,7 +327,8 @@ class SimulatedCluster:
         if self._chaos.restart_hung():
             return "instances whose engines hang are being restarted"
         if not self._leaving:
-            left = self._operator.unended() or self._end_maps() or self._resharding.unended()
+            left = self._operator.unended() or self._end_maps()
+            left = left or self._resharding.unended() or self._operator.unended_maps()
             left = left or self.rest.missing(with_maps=False)
             if left:
                 return left
@@ -294,20 +342,24 @@ class SimulatedCluster:
                 why = ": it was not told what became of its ranges" if behind else ""
                 return f"{host.name} is not ready to stop{why}"
             host.process.crash()  # as a process ends that has nothing left to do
-        if self._operator.records is None:
-            return "the index was not asked yet"
-        return f"the index holds {self._operator.records} records" if self._operator.records else ""
+        for part in self.deployment.places.index.uris:
+            if (records := self._operator.records.get(part)) is None:
+                return f"{part} was not asked yet"
+            if records:
+                return f"{part} holds {records} records"
+        return ""
 
     def _end_maps(self) -> str:
         """Have all shard maps end, once all is at rest; return what is missing of that."""
         if not self._resharding.ending and not (left := self.rest.missing(with_maps=True)):
             self._resharding.end()
+            self._operator.end_maps()
             return ""
         return "" if self._resharding.ending else left
 
     def _leave(self) -> None:
         """Have all who hold blocks leave: some are told to stop, the others crash for good."""
-        self._operator.records = None
+        self._operator.records.clear()
         for base_uri in self.deployment.places.keepers:
             host = self.cluster.hosts[base_uri]
             if self._random.chance(0.5):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 import attrs
 
 from kvsp_core.container import ContainerHeader
 from kvsp_core.identity import CompatibilityDescriptor, Scope
+from kvsp_core.index_parts import IndexParts
 from kvsp_core.limits import ENGINE_SILENCE_MS
 from kvsp_core.machines.fleet import Fleet
 from kvsp_core.machines.lease import LeaseTable
@@ -29,10 +30,12 @@ from kvsp_core.roles.index import Index
 from kvsp_core.roles.instance import Instance, InstanceSettings
 from kvsp_core.roles.role import Role
 from kvsp_core.roles.work import Numbers
+from kvsp_sim.engine import KINDS
 from kvsp_sim.host import Start
 from kvsp_sim.overheard import Places
 from kvsp_sim.randomness import Randomness
 from kvsp_sim.scarcity import Scarcity
+from kvsp_sim.variety import Variety
 
 __all__ = ["DESCRIPTOR", "WIRES", "Deployment", "Options"]
 
@@ -219,6 +222,7 @@ class Deployment:
         self.block = ContainerHeader.for_layers(self.descriptor)
         self.room = _Room.drawn(pace, random.split("room"), self.block)
         self.scarcity = Scarcity.drawn(random.split("scarcity"))
+        self.variety = variety = Variety.drawn(random.split("variety"))
         self._spreads = random.split("placement").chance(0.5)  # then blocks are loaded from others
         self.scope_keys = tuple(pace.octets(32) for _ in range(4))
         self.scopes = tuple(map(Scope, self.scope_keys[:3]))
@@ -227,21 +231,24 @@ class Deployment:
         self.company = _Company.drawn(random.split("company"))
         self.front_ends = ("https://front0.example/",)
         self.places = Places(
-            index=INDEX,
+            index=IndexParts((INDEX, *(f"https://index{n}.example/" for n in range(1, variety.index_parts)))),
             controller=CONTROLLER,
             holders=tuple(f"https://holder{n}.example/" for n in range(options.holders)),
             instances=tuple(f"https://instance{n}.example/" for n in range(options.instances)),
             scopes={scope.scope_id: scope for scope in self.scopes},
             descriptor=self.descriptor,
         )
-        self._policy = self._who_may_what()
+        self.producers = self.places.instances[: variety.producers]
+        self.rules = self._rules()
+        """What each scope allows now."""
+        self._policy = self.make_policy()
 
     # Who may do what
 
-    def _who_may_what(self) -> Policy:
-        keepers = frozenset(self.places.keepers)
+    def make_policy(self) -> Policy:
+        """Return the policy as it is now, which who starts from now on goes by."""
         principals = {
-            INDEX: (RoleName.INDEX,),
+            **dict.fromkeys(self.places.index.uris, (RoleName.INDEX,)),
             CONTROLLER: (RoleName.CONTROLLER,),
             **dict.fromkeys(self.places.holders, (RoleName.HOLDER,)),
             **dict.fromkeys(self.places.instances, (RoleName.INSTANCE, RoleName.HOLDER)),
@@ -250,16 +257,22 @@ class Deployment:
             STRANGER: (RoleName.FRONT_END, RoleName.HOLDER, RoleName.INSTANCE),
             OUTSIDER: (RoleName.INSTANCE, RoleName.HOLDER),
         }
-        readers = frozenset(principals) - {INDEX, STRANGER, OUTSIDER}
-        menders: frozenset[str] = frozenset((*keepers, CONTROLLER))
-        rules = ScopeRules(read=readers, write=keepers, publish=keepers, withdraw=menders)  # type: ignore[arg-type]
+        self._policy = Policy(principals, self.rules)
+        return self._policy
+
+    def _rules(self) -> dict[str, ScopeRules]:
+        keepers: Any = frozenset(self.places.keepers)
+        readers = keepers | {CONTROLLER, OPERATOR, *self.front_ends}
+        rules = ScopeRules(read=readers, write=keepers, publish=keepers, withdraw=keepers | {CONTROLLER})
         shared = attrs.evolve(rules, shared=True)
+        producers: Any = self.producers
+        rules = attrs.evolve(rules, producers=producers)
         by_scope = zip(self.scopes, (rules, rules, shared), strict=True)
         scopes = {scope.scope_id: allowed for scope, allowed in by_scope}
-        others = frozenset((STRANGER, OUTSIDER)) if self.company.others_have_a_scope else frozenset[str]()
-        elsewhere = ScopeRules(read=others, write=others, publish=others, withdraw=others)  # type: ignore[arg-type]
+        others: Any = (STRANGER, OUTSIDER) if self.company.others_have_a_scope else ()
+        elsewhere = ScopeRules(read=others, write=others, publish=others, withdraw=others)
         scopes[self._elsewhere.scope_id] = elsewhere
-        return Policy(principals, scopes)
+        return scopes
 
     def allowed(self) -> dict[str, frozenset[str]]:
         """Return the scopes of which each client may get something; who is not in it, none."""
@@ -270,27 +283,28 @@ class Deployment:
 
     def _descriptors(self) -> Descriptors:
         known = Descriptors()
-        known.add(self.descriptor)
+        if self.variety.knows_models:
+            known.add(self.descriptor)
         return known
 
-    def index(self, start: Start) -> Role:
-        """Return the index."""
+    def index(self, base_uri: str, start: Start) -> Role:
+        """Return a part of the index."""
         table = ReplicaIndex(
             max_keys=self.scarcity.lookup_keys,
             client_bytes=self.scarcity.index_client_bytes,
             quarantine_ms=_QUARANTINE_MS,
         )
         return Index(
-            base_uri=INDEX, policy=self._policy, replica_index=table, descriptors=self._descriptors()
+            base_uri=base_uri, policy=self._policy, replica_index=table, descriptors=self._descriptors()
         )
 
     def controller(self, start: Start) -> Role:
         """Return the controller."""
-        times = self.times
+        times, variety, places = self.times, self.variety, self.places
         placement = PlacementSettings(
-            index_uris=(INDEX,),
-            classes=dict.fromkeys(self.places.instances, "simulated"),
-            descriptors={self.descriptor.compat_id: self.descriptor},
+            index_uris=places.index.uris,
+            classes={} if variety.says_numerics else dict.fromkeys(places.instances, "simulated"),
+            descriptors={one.compat_id: one for one in (self.descriptor,) if variety.knows_models},
             default_service_us=100_000,
             call_timeout_ms=times.call_ms,
             policy=_Spread(start.random_bytes) if self._spreads else LowestCost(),
@@ -308,7 +322,9 @@ class Deployment:
             prefetch_lease_ms=times.lease_ms,
             call_timeout_ms=times.call_ms,
             placement_wait_ms=1_000,
+            open_by_checkpoint=variety.opens_by_checkpoint,
             max_sessions=self.scarcity.sessions,
+            max_resumes=self.scarcity.resumes,
             max_pending_placements=self.scarcity.pending_placements,
         )
         return Controller(
@@ -334,7 +350,7 @@ class Deployment:
             tiers={HOST: limits, LOCAL: limits},
             random_bytes=start.random_bytes,
             now_ms=start.now_ms,
-            index_uris=(INDEX,),
+            index_uris=self.places.index.uris,
             replica_ttl_ms=self.times.replica_ttl_ms,
             lease_table=LeaseTable(
                 random_bytes=start.random_bytes,
@@ -370,7 +386,7 @@ class Deployment:
         return InstanceSettings(
             base_uri=base_uri,
             controller_uri=CONTROLLER,
-            index_uris=(INDEX,),
+            index_uris=self.places.index.uris,
             epoch=start.wall_ms + start.life,
             copy_holder=holders[number % len(holders)] if holders else None,
             batch_size=self.scarcity.batch_size,
@@ -382,6 +398,9 @@ class Deployment:
                 if holder != base_uri
             ),
             status_ttl_ms=self.times.status_ttl_ms,
+            report_to_index=self.variety.reports_to_index,
+            numerics=f"kind {number % KINDS}" if self.variety.says_numerics else None,
+            sleep_after_ms=self.variety.sleep_after_ms,
             copy_lease_ms=self.times.lease_ms,
             resume_load_ms=200,
             call_timeout_ms=self.times.call_ms,

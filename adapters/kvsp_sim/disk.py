@@ -37,6 +37,7 @@ class StorageFaults:
     swapped: float = 0.0  # another block of the tier is read in its place
     forgotten: float = 0.0  # stored, acknowledged, and not there
     full: float = 0.0
+    busy: float = 0.0  # not now: nothing has changed
 
     def delay_us(self, random: Randomness) -> int:
         """Return how long an operation takes."""
@@ -47,7 +48,7 @@ class StorageFaults:
     def heal(self) -> None:
         """Behave from now on."""
         self.late = self.persist_fails = self.job_fails = 0.0
-        self.rots = self.noticed = self.swapped = self.forgotten = self.full = 0.0
+        self.rots = self.noticed = self.swapped = self.forgotten = self.full = self.busy = 0.0
 
 
 def apply_write(stored: Stored, write: Write) -> None:
@@ -159,6 +160,8 @@ class Tier:
     def store(self, name: BlockName, container: bytes) -> JobFault | None:
         """Keep a container; return why it is not kept."""
         self._under_way.pop(name, None)
+        if self._faults.busy and self._random.chance(self._faults.busy):
+            return JobFault.BUSY
         if self._faults.job_fails and self._random.chance(self._faults.job_fails):
             return JobFault.BROKEN
         size = len(container) - len(self.blocks.get(name, b""))
@@ -176,6 +179,8 @@ class Tier:
     def read(self, name: BlockName) -> bytes | JobFault:
         """Return a container as the tier gives it, or why it gives none."""
         faults, random = self._faults, self._random
+        if faults.busy and random.chance(faults.busy):
+            return JobFault.BUSY
         if faults.job_fails and random.chance(faults.job_fails):
             return JobFault.BROKEN
         container = self.blocks.get(name)

@@ -89,12 +89,13 @@ def _history_of(octets: bytes | None) -> bytes | None:
 
 @attrs.frozen(kw_only=True)
 class EngineSpeed:
-    """How fast a simulated engine is, and how often it fails."""
+    """How fast a simulated engine is, how often it fails, and how many tokens it draws in a step."""
 
     token_us: int = 20
     decode_us: int = 10_000
     job_us: int = 300
     failure: float = 0.0
+    burst: int = 1
 
 
 @attrs.define
@@ -304,13 +305,17 @@ class SimulatedEngine:
         self._compute_last(number, sequence)
         if not self._is_current(number, sequence):
             return
-        token = self._draw(sequence)
-        first = sequence.step
-        sequence.step += 1
-        self._deliver(TokensDecoded(number, first, (token,)))
+        first, tokens = sequence.step, [self._draw(sequence)]
+        while (
+            len(tokens) < self._speed.burst
+            and sequence.step != sequence.limit
+            and tokens[-1] not in sequence.stop
+        ):
+            tokens.append(self._draw(sequence))
+        self._deliver(TokensDecoded(number, first, tuple(tokens)))
         if not self._is_current(number, sequence):
             return
-        if token in sequence.stop:
+        if tokens[-1] in sequence.stop:
             self._end(number, sequence, "stop")
         elif sequence.step == sequence.limit:
             self._end(number, sequence, "length")
@@ -327,10 +332,11 @@ class SimulatedEngine:
         self._observe(TokenDrawn(history=history, token=token))
         sequence.tokens.append(token)
         sequence.histories.append(extend_history(history, token))
+        sequence.step += 1
         return token
 
     def _compute_last(self, number: int, sequence: _Sequence) -> None:
-        """Compute the KV of the token drawn last, which the next one attends to."""
+        """Compute the KV of the tokens drawn last, which the next one attends to."""
         before = sequence.computed // self._block
         sequence.computed = len(sequence.tokens)
         for index in range(before, sequence.computed // self._block):
@@ -370,7 +376,10 @@ class SimulatedEngine:
         """Free the memory, which this engine has not got."""
 
     def _attend(self, command: Attend) -> None:
-        self._later(self._speed.job_us, self._deliver, JobDone(command.job_id, data=b"{}"))
+        ended = (
+            JobFailed(command.job_id, JobFault.BROKEN) if self.dead else JobDone(command.job_id, data=b"{}")
+        )
+        self._later(self._speed.job_us, self._deliver, ended)
 
     def _fails(self) -> bool:
         return self.dead or (bool(self._speed.failure) and self._random.chance(self._speed.failure))

@@ -116,8 +116,9 @@ class HolderRestarted:
 
 @attrs.frozen(kw_only=True)
 class RecordTaken:
-    """The index accepted a record, valid while now <= `until_ms`."""
+    """An index, or a part of one, accepted a record, valid while now <= `until_ms`."""
 
+    index: str = ""
     holder: str
     block: Hashable
     until_ms: int
@@ -127,6 +128,7 @@ class RecordTaken:
 class RecordWithdrawn:
     """The index acknowledged a withdrawal."""
 
+    index: str = ""
     holder: str
     block: Hashable
 
@@ -135,6 +137,7 @@ class RecordWithdrawn:
 class RecordReturned:
     """The index gave a record out."""
 
+    index: str = ""
     holder: str
     block: Hashable
     now_ms: int
@@ -144,6 +147,7 @@ class RecordReturned:
 class BlockNotFound:
     """A lookup ended at this block: the index knows no record of it."""
 
+    index: str = ""
     block: Hashable
     now_ms: int
 
@@ -151,6 +155,8 @@ class BlockNotFound:
 @attrs.frozen(kw_only=True)
 class IndexRestarted:
     """The index lost its records."""
+
+    index: str = ""
 
 
 # Facts: sessions and output

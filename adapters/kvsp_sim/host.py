@@ -139,6 +139,8 @@ class Process:
         self.clock_shift_ms = 0
         self.up = False
         self.paused = False
+        self.retired = False
+        """Whether it does not start again."""
         self.starts = 0
         self.hosts: list[Host] = []
         self._inbox: deque[tuple[Host, int, Callable[..., None], tuple[object, ...]]] = deque()
@@ -154,6 +156,8 @@ class Process:
 
     def start(self) -> None:
         """Start all roles from what they stored."""
+        if self.retired:
+            return
         self.up = True
         self.starts += 1
         former, self._former = self._former, self.clock

@@ -14,10 +14,17 @@ import attrs
 
 from kvsp_core.answers import read_answer
 from kvsp_core.errors import KVSPError
-from kvsp_core.ext_messages import AttendRequest, IndexInfo, LeaseListing
+from kvsp_core.ext_messages import AttendRequest, IndexInfo, LeaseListing, SplitRequest
 from kvsp_core.identity import component_id
 from kvsp_core.machines.reshard_plan import divide
-from kvsp_core.messages import DirectiveStatus, LeaseGranted, LeaseRenewal, LeaseRequest, StateChange
+from kvsp_core.messages import (
+    DirectiveStatus,
+    LeaseGranted,
+    LeaseRenewal,
+    LeaseRequest,
+    LookupRequest,
+    StateChange,
+)
 from kvsp_core.records import Shard, ShardMap
 from kvsp_core.resources import (
     Attend,
@@ -25,16 +32,20 @@ from kvsp_core.resources import (
     CreateLease,
     DeleteSession,
     DescribeIndex,
+    EndShardMap,
     GetBlock,
     GetDirective,
     GetSession,
+    GetShardMap,
     HeadBlock,
     ListInstances,
     ListLeases,
     ListSessions,
+    Lookup,
     Operation,
     ReleaseLease,
     RenewLease,
+    SplitContext,
 )
 from kvsp_core.roles.controller import Controller
 from kvsp_core.roles.controller_store import MapContext
@@ -60,7 +71,8 @@ class Operator:
     """Drains, puts to sleep and wakes instances, lists what there is, ends sessions and attends to shards.
 
     It has the roles of a controller and of an instance too, so that it may ask how far a directive is, and
-    attend. `mean_ms` is the mean time between two requests, `lease_ms` the longest lease that is granted.
+    attend. `mean_ms` is the mean time between two requests, `lease_ms` the longest lease that is granted. One
+    that `asks_more` splits contexts itself, and asks an index what it would take to load them.
     """
 
     def __init__(
@@ -72,14 +84,15 @@ class Operator:
         *,
         mean_ms: int,
         lease_ms: int,
+        asks_more: bool = False,
     ) -> None:
         self.base_uri = base_uri
         self.leases: dict[str, int | None] = {}
         """Leases of each keeper of blocks, once it has been asked; None where it was not heard."""
         self.directives: dict[tuple[str, str], str] = {}
         """Those that have been seen under way, and their states."""
-        self.records: int | None = None
-        """How many records the index holds, once it has been asked."""
+        self.records: dict[str, int | None] = {}
+        """How many records each part of the index holds, once it was asked; None where it was not heard."""
         self._places = places
         self._overheard = overheard
         self._random = random
@@ -89,6 +102,20 @@ class Operator:
         self._due_ms = 0
         self._settling = False
         self._leased: dict[str, str] = {}  # lease -> holder
+        self._split: list[tuple[str, SplitRequest]] = []
+        self._unended_maps: set[str] | None = None
+        more = (self._lookup, *(self._split_one,) * 3, self._about_a_map) if asks_more else ()
+        self._acts: tuple[Callable[[], None], ...] = (
+            self._change_a_state,
+            self._change_a_state,
+            self._list,
+            self._about_a_session,
+            self._ask_for_a_block,
+            *(self._lease,) * 6,
+            *(self._attend,) * 3,
+            self._directive,
+            *more,
+        )
 
     # The role
 
@@ -116,27 +143,12 @@ class Operator:
                     self._ask_all()
                 else:
                     self._due_ms = now_ms + self._random.between(1, 2 * self._mean_ms)
-                    self._act()
+                    self._random.pick(self._acts)()
             case _:
                 pass
         return self._work.take()
 
     # While faults happen
-
-    def _act(self) -> None:
-        random = self._random
-        random.pick(
-            (
-                self._change_a_state,
-                self._change_a_state,
-                self._list,
-                self._about_a_session,
-                self._ask_for_a_block,
-                *(self._lease,) * 6,
-                *(self._attend,) * 3,
-                self._directive,
-            )
-        )()
 
     def _call(
         self, base_uri: str, operation: Operation, body: object = None, purpose: Purpose = lambda _: None
@@ -155,7 +167,7 @@ class Operator:
         choices: tuple[tuple[Operation, str], ...] = (
             (ListInstances(), places.controller),
             (ListSessions(), places.controller),
-            (DescribeIndex(), places.index),
+            (DescribeIndex(), places.index.uris[0]),
             (ListLeases(), self._random.pick(places.keepers)),
         )
         operation, base_uri = self._random.pick(choices)
@@ -223,6 +235,42 @@ class Operator:
             instance, directive = self._random.pick(self._overheard.directives)
             self._call(instance, GetDirective(directive))
 
+    def _lookup(self) -> None:
+        """Ask a part of the index what it would take to load a prompt, where that part knows of it."""
+        if not self._overheard.prompts:
+            return
+        scope_id, tokens = self._random.pick(self._overheard.prompts)
+        compat_id, keys = self._places.descriptor.compat_id, self._places.keys(scope_id, tokens)
+        targets = tuple(self._places.instances)
+        for part, share in self._places.index.shares(
+            LookupRequest(scope_id=scope_id, compat_id=compat_id, block_keys=keys, targets=targets)
+        ).items():
+            self._call(part, Lookup(), share)
+
+    def _split_one(self) -> None:
+        """Split a context, or one that was split before, over some instances."""
+        random, places = self._random, self._places
+        if not self._overheard.prompts:
+            return
+        if len(self._split) < 2:
+            scope_id, tokens = random.pick(self._overheard.prompts)
+            split = SplitRequest(
+                compat_id=places.descriptor.compat_id,
+                scope_id=scope_id,
+                block_keys=places.keys(scope_id, tokens),
+                block_tokens=places.descriptor.block_tokens,
+                token_count=len(tokens),
+                instances=places.instances[:1],
+            )
+            self._split.append((f"asked{len(self._split)}", split))
+        map_id, split = random.pick(self._split)
+        instances = tuple(random.shuffled(places.instances)[: random.between(1, 3)])
+        self._call(places.controller, SplitContext(map_id), attrs.evolve(split, instances=instances))
+
+    def _about_a_map(self) -> None:
+        map_id = self._random.pick([*self._overheard.maps, "unheard"])
+        self._call(self._places.controller, GetShardMap(map_id))
+
     # Once all is healed
 
     def settle(self, now_ms: int) -> tuple[Effect, ...]:
@@ -248,7 +296,10 @@ class Operator:
                 GetDirective(directive),
                 purpose=partial(self._directive_told, (instance, directive)),
             )
-        self._call(self._places.index, DescribeIndex(), purpose=self._index_told)
+        for map_id in sorted(self._unended_maps or ()):
+            self._call(self._places.controller, EndShardMap(map_id), purpose=partial(self._map_told, map_id))
+        for part in self._places.index.uris:
+            self._call(part, DescribeIndex(), purpose=partial(self._index_told, part))
 
     def _leases_listed(self, keeper: str, item: AnswerReceived) -> None:
         listing = _read(LeaseListing, item)
@@ -261,9 +312,23 @@ class Operator:
         else:
             self.directives[key] = status.state
 
-    def _index_told(self, item: AnswerReceived) -> None:
+    def _map_told(self, map_id: str, item: AnswerReceived) -> None:
+        if item.response.status == 404 and self._unended_maps is not None:
+            self._unended_maps.discard(map_id)
+
+    def _index_told(self, part: str, item: AnswerReceived) -> None:
         info = _read(IndexInfo, item)
-        self.records = None if info is None else info.records
+        self.records[part] = None if info is None else info.records
+
+    def end_maps(self) -> None:
+        """Have the maps end that were asked for, as soon as each can be."""
+        self._unended_maps = {map_id for map_id, _ in self._split}
+
+    def unended_maps(self) -> str:
+        """Return which of them have not ended, or an empty string."""
+        return (
+            f"{len(self._unended_maps)} maps that were asked for have not ended" if self._unended_maps else ""
+        )
 
     def unended(self) -> str:
         """Return what was not seen to end, or an empty string."""

@@ -12,6 +12,7 @@ import attrs
 
 from kvsp_core.block_keys import block_keys
 from kvsp_core.identity import CompatibilityDescriptor, Scope
+from kvsp_core.index_parts import IndexParts
 
 __all__ = ["Overheard", "Places"]
 
@@ -48,7 +49,7 @@ class Overheard:
 class Places:
     """Who is where in a deployment, and its scopes and model."""
 
-    index: str
+    index: IndexParts
     controller: str
     holders: tuple[str, ...]
     instances: tuple[str, ...]

@@ -192,7 +192,8 @@ class IndexIsCurrent(Property):
     name = "index_is_current"
 
     def __init__(self) -> None:
-        self._until_ms: dict[Hashable, dict[str, int]] = {}  # block -> holder -> when its record expires
+        # Part of the index and block -> holder -> when its record expires.
+        self._until_ms: dict[tuple[str, Hashable], dict[str, int]] = {}
 
     def _handlers(self) -> Mapping[type, Callable[..., None]]:
         return {
@@ -205,26 +206,30 @@ class IndexIsCurrent(Property):
 
     def freeze(self, now_ms: int = 0) -> Hashable:
         """Return the records that may be given out."""
-        return frozenset((*record, until - now_ms) for record, until in self._live(now_ms))
+        return frozenset(
+            (index, holder, block, until - now_ms)
+            for (index, block), records in self._until_ms.items()
+            for holder, until in records.items()
+            if until >= now_ms
+        )
 
-    def listed(self, now_ms: int) -> list[tuple[str, Hashable]]:
-        """Return the holder and the block of each record that may be given out."""
-        return [record for record, _ in self._live(now_ms)]
-
-    def _live(self, now_ms: int) -> Iterator[tuple[tuple[str, Hashable], int]]:
-        for block, records in self._until_ms.items():
-            for holder, until in records.items():
-                if until >= now_ms:
-                    yield (holder, block), until
+    def listed(self, now_ms: int, index: str = "") -> list[tuple[str, Hashable]]:
+        """Return the holder and the block of each record that a part of the index may give out."""
+        return [
+            (holder, block)
+            for (part, block), records in self._until_ms.items()
+            for holder, until in records.items()
+            if part == index and until >= now_ms
+        ]
 
     def _taken(self, fact: RecordTaken) -> None:
-        self._until_ms.setdefault(fact.block, {})[fact.holder] = fact.until_ms
+        self._until_ms.setdefault((fact.index, fact.block), {})[fact.holder] = fact.until_ms
 
     def _withdrawn(self, fact: RecordWithdrawn) -> None:
-        self._until_ms.get(fact.block, {}).pop(fact.holder, None)
+        self._until_ms.get((fact.index, fact.block), {}).pop(fact.holder, None)
 
     def _returned(self, fact: RecordReturned) -> None:
-        until = self._until_ms.get(fact.block, {}).get(fact.holder)
+        until = self._until_ms.get((fact.index, fact.block), {}).get(fact.holder)
         if until is None:
             self.fail(f"the index returned a record of {fact.holder} that was withdrawn or never published")
         elif until < fact.now_ms:
@@ -233,15 +238,15 @@ class IndexIsCurrent(Property):
             )
 
     def _not_found(self, fact: BlockNotFound) -> None:
-        for holder, until in self._until_ms.get(fact.block, {}).items():
+        for holder, until in self._until_ms.get((fact.index, fact.block), {}).items():
             if until > fact.now_ms:
                 self.fail(
                     f"the index did not find a record of {holder}, which it has taken, "
                     f"{until - fact.now_ms} ms before it expires"
                 )
 
-    def _restarted(self, _: IndexRestarted) -> None:
-        self._until_ms.clear()
+    def _restarted(self, fact: IndexRestarted) -> None:
+        self._until_ms = {place: each for place, each in self._until_ms.items() if place[0] != fact.index}
 
 
 @attrs.define

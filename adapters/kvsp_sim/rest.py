@@ -8,7 +8,7 @@ still missing. That nothing is missing is what liveness demands of shard maps, r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Final
 
 import msgspec
@@ -23,6 +23,7 @@ __all__ = ["TRUTHS", "Rest"]
 TRUTHS: Final = (
     "ranges_are_owned",
     "ranges_are_loaded",
+    "what_is_purged_is_gone",
     "what_is_listed_is_held",
     "what_is_held_is_listed",
     "requests_leave_nothing",
@@ -48,7 +49,8 @@ _read_session = msgspec.json.Decoder(_Session).decode
 class Rest:
     """Says what is missing of the rest of a deployment. An instance has room for so many blocks (`room`), and
     where the index has room for the records of all, it `lists_all`. It takes long until the records of what
-    was lost have expired: not every run `sees_records_expire`.
+    was lost have expired: not every run `sees_records_expire`. Where digests of some instances alone count,
+    these are its `producers`.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Rest:
         room: int,
         lists_all: bool,
         sees_records_expire: bool,
+        producers: Collection[str] = (),
     ) -> None:
         self._world = cluster.world
         self._hosts = cluster.hosts
@@ -69,10 +72,16 @@ class Rest:
         self._room = room
         self._lists_all = lists_all
         self._sees_records_expire = sees_records_expire
+        self._producers = producers
+        self.too_old: set[tuple[str, str]] = set()
+        """Who was told to delete which block, which goes, unlisted, when no shard map needs it there."""
+        self.purged: str | None = None
+        """The scope that was purged."""
         self._since_us: int | None = None
         looks: tuple[Callable[[], Iterator[str]], ...] = (
             self._unowned,
             self._unloaded,
+            self._left_of_purged,
             self._not_held,
             self._not_listed,
             self._left_of_requests,
@@ -107,7 +116,8 @@ class Rest:
     def _unloaded(self) -> Iterator[str]:
         """An owner has in its engine what of its ranges the index lists, where it has room to keep it all."""
         size = self._places.descriptor.block_tokens
-        listed = {key for _, key in self._listed()}
+        producers = self._producers
+        listed = {key for holder, key in self._listed() if not producers or holder in producers}
         owned: dict[str, list[tuple[str, str, tuple[int, int]]]] = {}
         for map_id, version, member, ranges in self._properties.one_owner.owned():
             for number, key in enumerate(self._witness.contexts.get((map_id, version), ())):
@@ -132,8 +142,12 @@ class Rest:
 
     def _listed(self) -> list[tuple[str, str]]:
         """Return holder and block of each record that the index has granted."""
-        index = self._hosts[self._places.index]
-        return [(holder, str(key)) for holder, key in self._properties.index_is_current.listed(index.now_ms)]
+        index = self._properties.index_is_current
+        return [
+            (holder, str(key))
+            for part in self._places.index.uris
+            for holder, key in index.listed(self._hosts[part].now_ms, part)
+        ]
 
     @staticmethod
     def _held(host: Host) -> set[str]:
@@ -152,7 +166,7 @@ class Rest:
         listed = set(self._listed())
         for keeper in self._places.keepers if self._lists_all else ():
             for key in sorted(self._held(self._hosts[keeper])):
-                if (keeper, key) not in listed:
+                if (keeper, key) not in listed | self.too_old:
                     yield f"{keeper} holds block {shortened(key)}, which the index does not list there"
 
     # Requests and sessions
@@ -190,3 +204,15 @@ class Rest:
             for session in tables.get(table, {}):
                 if session not in sessions:
                     yield f"{table} of session {shortened(session)} are kept, and the session is not"
+
+    def _left_of_purged(self) -> Iterator[str]:
+        """Of a scope that was purged nobody has a block, and the controller neither session nor shard map."""
+        if self.purged is None:
+            return
+        for host in self._hosts.values():
+            if any(name.scope_id == self.purged for tier in host.tiers.values() for name in tier.blocks):
+                yield f"{host.name} has blocks of a scope that was purged"
+        tables = self._hosts[self._places.controller].store.load()
+        for table in ("sessions", "maps"):
+            if any(self.purged.encode() in value for value in tables.get(table, {}).values()):
+                yield f"the controller has {table} of a scope that was purged"

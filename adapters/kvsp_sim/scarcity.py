@@ -30,6 +30,7 @@ class Scarcity:
     loads: int = limits.MAX_CONCURRENT_LOADS
     pending_blocks: int = limits.MAX_PENDING_BLOCKS
     pending_directives: int = limits.MAX_PENDING_DIRECTIVES
+    resumes: int = limits.MAX_CONCURRENT_RESUMES
 
     @classmethod
     def drawn(cls, random: Randomness) -> Scarcity:
@@ -47,6 +48,7 @@ class Scarcity:
             "loads": 1,
             "pending_blocks": random.pick((2, 6)),
             "pending_directives": 1,
+            "resumes": 1,
         }
         return cls(**{name: least for name, least in small.items() if random.chance(0.5)})
 

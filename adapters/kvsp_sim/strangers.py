@@ -111,7 +111,7 @@ class Stranger:
         if keys:
             compat_id = self._places.descriptor.compat_id
             body = LookupRequest(scope_id=scope_id, compat_id=compat_id, block_keys=keys)
-            self._call(self._places.index, Lookup(), body)
+            self._call(self._places.index.of(keys[0]), Lookup(), body)
 
     def _block(self) -> None:
         random, compat_id = self._random, self._places.descriptor.compat_id
@@ -131,7 +131,7 @@ class Stranger:
         holder = random.pick((self.base_uri, random.pick(places.keepers)))
         if random.chance(0.5):
             body = random.pick((None, Withdrawal(digest="sha-256:" + random.octets(32).hex())))
-            self._call(places.index, WithdrawReplica(component_id(holder), key), body)
+            self._call(places.index.of(key), WithdrawReplica(component_id(holder), key), body)
             return
         record = ReplicaRecord(
             block_key=key,
@@ -145,7 +145,7 @@ class Stranger:
             residency=(Residency(layers=(0, places.descriptor.layers - 1), tier="host"),),
             ttl_ms=1_000,
         )
-        self._call(places.index, PublishReplica(component_id(holder), key), record)
+        self._call(places.index.of(key), PublishReplica(component_id(holder), key), record)
 
     def _lease(self) -> None:
         _, keys = self._prefix()

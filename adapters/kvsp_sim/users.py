@@ -158,7 +158,8 @@ class Users:
     def _failed(self, effect: GenerationFailed) -> None:
         if opened := self._open.get(effect.generation):
             self._host.cluster.counts[f"requests failed: {effect.detail}"] += 1
-            self._check_failed(effect, self._engine_failures() - opened.engine_failures)
+            if self._tenants[opened.wish.tenant].scope_id != self._host.witness.purged:
+                self._check_failed(effect, self._engine_failures() - opened.engine_failures)
             self._over(effect.generation)
 
     def _check_failed(self, effect: GenerationFailed, engine_failures: int) -> None:

@@ -7,7 +7,7 @@ what they load, draw and free.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -15,7 +15,7 @@ import msgspec
 from kvsp_core.heads import Response
 from kvsp_core.identity import component_id
 from kvsp_core.roles.engine import DropShard, EngineCommand, LoadShard
-from kvsp_core.roles.role import BlockName, Call, Put, Respond, Write
+from kvsp_core.roles.role import BlockName, Call, Delete, Put, Respond, Write
 from kvsp_sim.facts import (
     BlockEvicted,
     BlockNotFound,
@@ -206,12 +206,18 @@ _GONE = ("ended", "failed", "cancelled", "finished")
 
 
 class Witness:
-    """Turns what is seen into facts and passes them on; `index` is the base URI of the index."""
+    """Turns what is seen into facts and passes them on; `indexes` are the base URIs of the parts of the
+    index.
+    """
 
-    def __init__(self, properties: Properties, *, index: str = "", block_bytes: int = 0) -> None:
+    def __init__(
+        self, properties: Properties, *, indexes: Collection[str] = (), block_bytes: int = 0
+    ) -> None:
         self.properties = properties
-        self.index = index
+        self.indexes = indexes
         self.block_bytes = block_bytes
+        self.purged: str | None = None
+        """A scope whose sessions end without a word."""
         self.strangers: frozenset[str] = frozenset()
         """Who has no part in any scope."""
         self.overheard = Overheard()
@@ -225,6 +231,7 @@ class Witness:
         self._streams: dict[str, Hashable] = {}
         self._scopes: dict[str, str] = {}  # of sessions, blocks and shard maps, by their names
         self._faulty: set[tuple[str, str]] = set()
+        self._replaced: tuple[Host, ...] = ()
         self._answers: dict[tuple[str, str], Callable[[CarriedRequest, Respond, bytes], None]] = {
             ("PUT", "replicas"): self._record_taken,
             ("DELETE", "replicas"): self._record_withdrawn,
@@ -251,7 +258,7 @@ class Witness:
         """A role sends a request."""
         request = call.request
         path = request.path
-        if call.base_uri == self.index:
+        if call.base_uri in self.indexes:
             self.properties.scopes.check_octets(body)
             self.properties.scopes.check_octets(path.encode())
         if request.method == "POST":
@@ -278,12 +285,17 @@ class Witness:
         elif request.method == "DELETE" and path.startswith("ext/sessions/"):
             if host.base_uri not in self.strangers:
                 self.observe(SessionGivenUp(session=path.split("/")[2]))
+        elif request.method == "DELETE" and path.startswith("leases/"):
+            if host.base_uri not in self.strangers:  # who does not rely on it any more
+                self.observe(LeaseReleased(holder=call.base_uri, lease=path.split("/")[1]))
         elif request.method == "DELETE" and path.startswith("replicas/"):
             holder, key = path.split("/")[1:]
             self.observe(WithdrawalSent(holder=self._holder(holder), block=key))
 
     def responded(self, leg: CarriedRequest, effect: Respond, body: bytes) -> None:
         """A role answers a request, whether its client still hears it or not."""
+        if leg.server in self._replaced:
+            return
         request = leg.request
         kind = request.path.removeprefix("ext/").split("/", 1)[0]
         handler = self._answers.get((request.method, kind))
@@ -302,17 +314,29 @@ class Witness:
         restored = frozenset(name.block_key for tier in host.tiers.values() for name in tier.blocks)
         shift_ms = host.clock_shift_ms
         self.observe(HolderRestarted(holder=host.base_uri, shift_ms=shift_ms, restored=restored))
-        if host.base_uri == self.index and host.life > 1:
-            self.observe(IndexRestarted())
+        if host.base_uri in self.indexes and host.life > 1:
+            self.observe(IndexRestarted(index=host.base_uri))
+
+    def replaced(self, host: Host) -> None:
+        """Another process has the base URI of a role from now on: what the role does is not seen any more,
+        but for its requests, and the tokens of its engine."""
+        self.crashed(host)
+        self._replaced = (*self._replaced, host)
 
     def crashed(self, host: Host) -> None:
         """A role lost its memory."""
+        if host in self._replaced:
+            return
         host.in_engine.clear()
         self.observe(MemberRestarted(member=host.base_uri))
 
     def written(self, host: Host, writes: Iterable[Write]) -> None:
-        """Writes of a role are durable: a session that has failed, as it was not able to say in time."""
+        """Writes of a role are durable: a session that has failed, as it was not able to say in time, or
+        that was purged.
+        """
         for write in writes:
+            if type(write) is Delete and write.table == "sessions" and self._is_purged(write.key):
+                self.observe(SessionClosed(session=write.key))
             if (
                 type(write) is Put
                 and write.table == "sessions"
@@ -320,13 +344,20 @@ class Witness:
             ):
                 self.observe(SessionClosed(session=write.key))
 
+    def _is_purged(self, session: str) -> bool:
+        return self.purged is not None and self._scopes.get(session) == self.purged
+
     def tier_fault(self, host: Host, name: BlockName) -> None:
         """A tier gave a block out wrong, or not at all."""
+        if host in self._replaced:
+            return
         self._faulty.add((host.base_uri, name.block_key))
 
     def dropped(self, host: Host, name: BlockName) -> None:
         """A role gave up a copy of a block."""
-        if any(name in tier.blocks or name in tier.forgotten for tier in host.tiers.values()):
+        if host in self._replaced or any(
+            name in tier.blocks or name in tier.forgotten for tier in host.tiers.values()
+        ):
             return  # as far as the role can know
         fault = (host.base_uri, name.block_key) in self._faulty
         self._faulty.discard((host.base_uri, name.block_key))
@@ -336,6 +367,8 @@ class Witness:
 
     def commanded(self, host: Host, command: EngineCommand) -> None:
         """A role commands its engine. What it loads for the first time has not moved before."""
+        if host in self._replaced:
+            return
         if type(command) is LoadShard:
             loaded = (command.map_id, command.tokens)
             if loaded in host.in_engine:
@@ -385,26 +418,35 @@ class Witness:
             granted = _read_granted(body)
             until_ms = leg.server.now_ms + granted.ttl_ms
             self._disclosed(leg.client, record.scope_id)
-            self.observe(RecordTaken(holder=record.holder, block=record.block_key, until_ms=until_ms))
+            self.observe(
+                RecordTaken(
+                    index=leg.server.base_uri,
+                    holder=record.holder,
+                    block=record.block_key,
+                    until_ms=until_ms,
+                )
+            )
 
     def _record_withdrawn(self, leg: CarriedRequest, effect: Respond, _: bytes) -> None:
         if effect.response.status == 204:
             holder, key = leg.request.path.split("/")[1:]
             self._disclosed_of(leg.client, key)
-            self.observe(RecordWithdrawn(holder=self._holder(holder), block=key))
+            self.observe(RecordWithdrawn(index=leg.server.base_uri, holder=self._holder(holder), block=key))
 
     def _looked_up(self, leg: CarriedRequest, effect: Respond, body: bytes) -> None:
         if not effect.response.is_success:
             return
-        now_ms = leg.server.now_ms
+        now_ms, index = leg.server.now_ms, leg.server.base_uri
         scopes = set()
         asked, found = _read_lookup_request(leg.body).block_keys, _read_lookup(body).blocks
         if len(found) < len(asked):
-            self.observe(BlockNotFound(block=asked[len(found)], now_ms=now_ms))
+            self.observe(BlockNotFound(index=index, block=asked[len(found)], now_ms=now_ms))
         for block in found:
             for record in block.replicas:
                 scopes.add(record.scope_id)
-                self.observe(RecordReturned(holder=record.holder, block=block.block_key, now_ms=now_ms))
+                self.observe(
+                    RecordReturned(index=index, holder=record.holder, block=block.block_key, now_ms=now_ms)
+                )
         for scope in sorted(scopes):
             self._disclosed(leg.client, scope)
 
@@ -453,7 +495,10 @@ class Witness:
         if effect.response.status == 200 and leg.request.path.startswith("instances/"):
             status = _read_status(leg.body)
             self.statuses[leg.server.base_uri, leg.client] = status
-            self.observe(StatusAcknowledged(instance=leg.client, epoch=status.epoch))
+            if (
+                leg.server.base_uri not in self.indexes
+            ):  # which may hear of a later epoch last, and acts on none
+                self.observe(StatusAcknowledged(instance=leg.client, epoch=status.epoch))
 
     def _checkpoint(self, leg: CarriedRequest, effect: Respond, body: bytes) -> None:
         session = leg.request.path.split("/")[1]

@@ -63,11 +63,12 @@ def _block(name: str, size: int) -> tuple[int, ...]:
 
 
 class Workload:
-    """Draws wishes; `block_tokens` is the size of a block in tokens."""
+    """Draws wishes; `block_tokens` is the size of a block in tokens, and outputs are longer by `stretch`."""
 
-    def __init__(self, random: Randomness, block_tokens: int) -> None:
+    def __init__(self, random: Randomness, block_tokens: int, stretch: int = 1) -> None:
         self._random = random
         self._block_tokens = block_tokens
+        self._stretch = stretch
         conversations = _conversations()
         start = random.below(len(conversations))
         self._rows = (*conversations[start:], *conversations[:start])
@@ -88,7 +89,7 @@ class Workload:
             prompt += _block(f"conversation {number}", size)
         # No two users say the very same: the tail tells them apart, and may be empty of whole blocks.
         prompt += _block(f"user {random.octets(8).hex()}", random.between(1, 2 * size))
-        output_tokens = max(1, min(_MAX_OUTPUT, output // _TOKENS_PER_TOKEN))
+        output_tokens = max(1, min(_MAX_OUTPUT, output // _TOKENS_PER_TOKEN)) * self._stretch
         sampler = Sampler(
             method="simulated",
             params={"max_tokens": output_tokens},

@@ -222,15 +222,16 @@ class Controller:
             # A later incarnation was seen, but the crash came before its sessions were moved.
             if epochs.get(owner.instance, owner.incarnation) != owner.incarnation:
                 self._lose(owner, now_ms)
-        self._delete_purged(now_ms)
+        self._obey_policy(now_ms)
         return self._end(now_ms)
 
     def purge(self, now_ms: int) -> tuple[Effect, ...]:
         """End the sessions and shard maps of the scopes that the policy says are purged, and delete them.
 
-        Forget the failed instances that it does not name any more.
+        Move the sessions of instances that it puts out of their scope, and forget the failed instances that
+        it does not name any more.
         """
-        self._delete_purged(now_ms)
+        self._obey_policy(now_ms)
         self._instances.forget_retired(now_ms)
         return self._end(now_ms)
 
@@ -241,8 +242,9 @@ class Controller:
         )
         self._instances.min_active = min_active
 
-    def _delete_purged(self, now_ms: int) -> None:
-        for ledger, effects in self._sessions.purge(self.policy.purged, now_ms):
+    def _obey_policy(self, now_ms: int) -> None:
+        purged = self._sessions.purge(self.policy.purged, now_ms)
+        for ledger, effects in (*purged, *self._sessions.displace(self._may_serve, now_ms)):
             self._follow(ledger.record.session, effects)
         self._maps.end_of_scopes(self.policy.purged, now_ms)
 

@@ -10,7 +10,7 @@ not count as time without an instance.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from types import MappingProxyType
 from typing import Final
 
@@ -143,12 +143,30 @@ class Sessions:
 
     def lose(self, owner: Owner, now_ms: int) -> list[tuple[SessionLedger, tuple[Effect, ...]]]:
         """Fence every session of an incarnation that is gone, in one durable batch."""
+        return self._fence([self._ledgers[session] for session in self._owned.get(owner, ())], now_ms)
+
+    def displace(
+        self, may_serve: Callable[[str, str], bool], now_ms: int
+    ) -> list[tuple[SessionLedger, tuple[Effect, ...]]]:
+        """Fence every session whose instance may not serve its scope any more, in one durable batch: nothing
+        that it sends would be recorded."""
+        displaced = [
+            ledger
+            for ledger in self._ledgers.values()
+            if ledger.owner is not None and not may_serve(ledger.owner.instance, ledger.record.scope_id)
+        ]
+        return self._fence(displaced, now_ms)
+
+    def _fence(
+        self, ledgers: Iterable[SessionLedger], now_ms: int
+    ) -> list[tuple[SessionLedger, tuple[Effect, ...]]]:
         writes: list[Write] = []
         done = []
-        for session in tuple(self._owned.get(owner, ())):
-            ledger = self._ledgers[session]
+        for ledger in ledgers:
+            owner = ledger.owner
+            assert owner is not None
             effects = ledger.handle(OwnerLost(owner), now_ms)
-            writes += session_writes(session, effects)
+            writes += session_writes(ledger.record.session, effects)
             done.append((ledger, self._settle(ledger, owner, effects, persist=False)))
         if writes:
             self._work.emit(Persist(tuple(writes)))

@@ -80,6 +80,9 @@ __all__ = ["Holder"]
 _NOT_HELD: Final = Problem(NOT_FOUND, "the block is not held here; continue with another replica")
 _NO_LAYERS: Final = Problem(LAYERS_UNAVAILABLE, "layers: not all of them are held here")
 _NO_CODEC: Final = Problem(NOT_ACCEPTABLE, "codec: the block is held in another, and is not transcoded here")
+_OUT_OF_SCOPE: Final = Problem(
+    NOT_FOUND, "a block of the lease is of a scope that is not the client's; the lease ends when it expires"
+)
 _STOPPING: Final = Problem(UNAVAILABLE, "the holder is about to stop; use another one")
 _STARTING: Final = Problem(UNAVAILABLE, "the holder is still finding out what it holds; try again soon")
 
@@ -169,6 +172,12 @@ class Holder:
         self._blocks.publisher.withdraw_all(now_ms)
         self._blocks.settle(now_ms)
         return self._work.take()
+
+    def fence(self) -> None:
+        """Be told that a later incarnation has this base URI: take nothing new, and tell the index nothing,
+        since what it lists is the other's."""
+        self._stopping = True
+        self._blocks.publisher.fall_silent()
 
     def purge(self, now_ms: int) -> tuple[Effect, ...]:
         """Delete, in every tier, what is held of the scopes that the policy says are purged."""
@@ -261,6 +270,9 @@ class Holder:
                 self._create_lease(asked, now_ms)
             case RenewLease(lease):
                 assert isinstance(asked.body, LeaseRenewal)
+                if not self._may_renew(asked.client, lease):
+                    self._work.emit(refuse(asked.request_id, _OUT_OF_SCOPE))
+                    return
                 event = leases.RenewLease(client=asked.client, lease=lease, ttl_ms=asked.body.ttl_ms)
                 self._lease_answer(asked, event, 200, now_ms)
             case ReleaseLease(lease):
@@ -367,6 +379,12 @@ class Holder:
         found = self._blocks.holdings.get(block)
         scope_id = found[0].name.scope_id if found is not None else NO_SCOPE
         return authorize(self.policy, asked.client, asked.operation, scope_id=scope_id) is None
+
+    def _may_renew(self, client: str, lease: str) -> bool:
+        """Return whether a client has a part still in the scopes of what it leased."""
+        found = map(self._blocks.holdings.get, self._blocks.lease_table.blocks_of(client, lease))
+        scopes = {each[0].name.scope_id for each in found if each is not None}
+        return all(authorize(self.policy, client, CreateLease(), scope_id=each) is None for each in scopes)
 
     def _lease_answer(self, asked: Asked, event: LeaseEvent, status: int, now_ms: int) -> str | None:
         """Answer with what becomes of a lease; return its name where it was granted."""

@@ -262,6 +262,11 @@ class Instance:
         """Whether its engine has work and has reported nothing for too long."""
         return self._watch.silent
 
+    @property
+    def is_fenced(self) -> bool:
+        """Whether a later incarnation is known (ST-4): this one does nothing more, and is to end."""
+        return self._lifecycle.kind is lifecycle.InstanceKind.FENCED
+
     def next_deadline_ms(self) -> int | None:
         """Return when the instance next wants `TimerFired`, or None."""
         return earliest(
@@ -516,6 +521,7 @@ class Instance:
                     self._work.emit(*self._blocks.stop(now_ms))
                 case lifecycle.Fenced():
                     self._sessions.abort_all(now_ms)
+                    self._blocks.fence()
         return refused
 
     def _send_status(self, effect: lifecycle.SendStatus) -> None:

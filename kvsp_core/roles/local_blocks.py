@@ -66,6 +66,10 @@ class LocalBlocks(Protocol):
         """Be told that the process is to end: withdraw every record."""
         ...
 
+    def fence(self) -> None:
+        """Be told that a later incarnation has this base URI: tell the index nothing more."""
+        ...
+
     def purge(self, now_ms: int) -> tuple[Effect, ...]:
         """Delete what is held of the scopes that the policy says are purged."""
         ...

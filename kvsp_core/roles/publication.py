@@ -120,7 +120,7 @@ class Publisher:
         self._random_bytes = random_bytes
         self.ttl_ms = ttl_ms
         """What records are to be granted; holds from the next refresh on."""
-        self._stopped = False
+        self._stopped = self._silent = False
         self._entries: dict[str, _Entry] = {}
         self._parts = {uri: _Part() for uri in self._index.uris}
         self._alarms: Alarms[str] = Alarms()  # when each block is to be refreshed or tried again
@@ -149,7 +149,7 @@ class Publisher:
             return
         entry.wanted = False
         entry.retries = 0
-        if not entry.listed:
+        if not entry.listed or (self._silent and not entry.calling):
             self._forget(block)
             return
         self._part_of(entry).withdrawals.append(block)
@@ -168,10 +168,17 @@ class Publisher:
         for block in tuple(self._entries):
             self.withdraw(block, now_ms)
 
+    def fall_silent(self) -> None:
+        """Tell the index nothing more, not even what is withdrawn: the records are somebody else's now."""
+        self._stopped = self._silent = True
+        for block in [block for block, entry in self._entries.items() if not (entry.wanted or entry.calling)]:
+            self._forget(block)
+
     @property
     def is_idle(self) -> bool:
         """Whether the index lists nothing of this holder, as far as is known, and nothing is under way."""
-        return not self._entries and not any(part.calls for part in self._parts.values())
+        over = self._silent or not self._entries
+        return over and not any(part.calls for part in self._parts.values())
 
     def remaining_ms(self, block: str, now_ms: int) -> int:
         """Return how long the index has said to list a block still."""
@@ -209,6 +216,9 @@ class Publisher:
 
     def answered(self, call: IndexCall, response: Response, body: bytes, now_ms: int) -> None:
         """Take the index's answer in."""
+        if self._silent:
+            self._end(call)
+            return
         match call:
             case TellDescriptor(part, compat_id):
                 self._parts[part].calls -= 1
@@ -241,6 +251,9 @@ class Publisher:
 
     def failed(self, call: IndexCall, now_ms: int) -> None:
         """Take note that a call had no answer: what was sent may have arrived all the same, or may still."""
+        if self._silent:
+            self._end(call)
+            return
         match call:
             case TellDescriptor(part, compat_id):
                 self._parts[part].calls -= 1
@@ -250,6 +263,13 @@ class Publisher:
                 entry.changed = entry.wanted
                 self._retry(block, entry, now_ms)
         self._send(now_ms)
+
+    def _end(self, call: IndexCall) -> None:
+        """Take note of the end of a call that nothing follows."""
+        if isinstance(call, TellDescriptor):
+            self._parts[call.part].calls -= 1
+        elif not self._returned(call.block).wanted:
+            self._forget(call.block)
 
     # What that takes
 
@@ -304,7 +324,7 @@ class Publisher:
 
     def _send(self, now_ms: int) -> None:
         """Send as much as may be on its way at a time, but for what a later wish has overtaken."""
-        for part in self._parts.values():
+        for part in () if self._silent else self._parts.values():
             self._send_to(part, now_ms)
 
     def _send_to(self, part: _Part, now_ms: int) -> None:

@@ -22,11 +22,13 @@ import structlog
 
 from kvsp_core.errors import KVSPError
 from kvsp_core.identity import component_id
+from kvsp_core.machines.lifecycle import RefuseStatus
 from kvsp_services import process as process_module
 from kvsp_services.certificate_watch import CertificateWatch
 from kvsp_services.pki import Validity, issue
 from kvsp_services.process import Process
 from tests.adapters.services.cluster import Cluster, until
+from tests.unit.roles import instance_world
 
 SCOPE = "6d1c6481cd428737da312c089db3832a"
 COMPAT = "c" * 64
@@ -278,7 +280,13 @@ def test_a_front_end_is_ready_once_its_api_takes_connections() -> None:
     now = datetime.datetime.now(datetime.UTC)
     day = datetime.timedelta(days=1)
     role.certificate = CertificateWatch(Validity(now - day, now + day), None)
+    role.role = None
     assert role.unready is None
+    role.role = instance = instance_world.World().role
+    assert role.unready is None
+    instance._live(RefuseStatus(instance._lifecycle._seq), 0)
+    assert role.unready is not None
+    assert "a later start of it" in role.unready
     role.certificate.renew(Validity(now - 2 * day, now - day))
     assert role.unready == "its certificate has expired"
     role.trouble = "being rebuilt"

@@ -126,6 +126,18 @@ def test_writes_that_failed_may_be_there_after_the_restart_and_who_asks_is_told(
     assert kept == {False, True}
 
 
+def test_a_tier_that_is_busy_keeps_what_it_has() -> None:
+    faults = StorageFaults()
+    kept = tier(faults)
+    kept.store(NAME, container(1))
+    faults.busy = 1.0
+    assert kept.store(OTHER, container(2)) is JobFault.BUSY
+    assert kept.read(NAME) is JobFault.BUSY
+    faults.heal()
+    assert kept.read(NAME) == container(1)
+    assert kept.read(OTHER) is JobFault.MISSING
+
+
 def test_what_rots_keeps_its_form() -> None:
     kept = tier(StorageFaults(rots=1.0))
     kept.store(NAME, container(1))

@@ -50,7 +50,7 @@ def forget_a_range(cluster: SimulatedCluster) -> None:
 
 def list_a_block_that_is_not_there(cluster: SimulatedCluster) -> None:
     until_ms = cluster.cluster.hosts[INDEX].now_ms + 1_000
-    cluster.properties.observe(RecordTaken(holder=HOLDER, block="b", until_ms=until_ms))
+    cluster.properties.observe(RecordTaken(index=INDEX, holder=HOLDER, block="b", until_ms=until_ms))
 
 
 def hold_a_block_that_is_not_listed(cluster: SimulatedCluster) -> None:
@@ -80,6 +80,17 @@ def keep_the_output_of_a_session(cluster: SimulatedCluster) -> None:
     write(cluster, "outputs", b"")
 
 
+def keep_a_block_of_a_purged_scope(cluster: SimulatedCluster) -> None:
+    cluster.rest.purged = "s"
+    hold_a_block_that_is_not_listed(cluster)
+    cluster.rest.too_old.add((HOLDER, "b"))
+
+
+def keep_a_map_of_a_purged_scope(cluster: SimulatedCluster) -> None:
+    cluster.rest.purged = "5c" * 16
+    write(cluster, "maps", b'{"context":{"scope_id":"' + b"5c" * 16 + b'"}}')
+
+
 def write(cluster: SimulatedCluster, table: str, value: bytes) -> None:
     apply_write(cluster.cluster.hosts[CONTROLLER].store._durable, Put(table, "unknown", value))
 
@@ -94,6 +105,8 @@ BREAKS: tuple[tuple[str, Callable[[SimulatedCluster], None]], ...] = (
     ("epochs_agree", change_an_epoch),
     ("sessions_are_over", keep_an_open_session),
     ("sessions_are_over", keep_the_output_of_a_session),
+    ("what_is_purged_is_gone", keep_a_block_of_a_purged_scope),
+    ("what_is_purged_is_gone", keep_a_map_of_a_purged_scope),
 )
 
 

@@ -47,7 +47,7 @@ PROMPT = (1, 2, 3, 4, 5)
 class Bench:
     """An engine, what it told, and the facts it gave."""
 
-    def __init__(self, *, kind: int = 0, seed: int = 1) -> None:
+    def __init__(self, *, kind: int = 0, seed: int = 1, burst: int = 1) -> None:
         self.world = World(seed)
         self.told: list[object] = []
         self.facts: list[Fact] = []
@@ -57,7 +57,7 @@ class Bench:
             name="i",
             descriptor=DESCRIPTOR,
             kind=kind,
-            speed=EngineSpeed(),
+            speed=EngineSpeed(burst=burst),
             randomness=Randomness(seed),
             buffers=self.buffers,
             deliver=lambda item: self.deliver(item),
@@ -98,6 +98,25 @@ def test_a_deterministic_sampler_goes_on_the_same_elsewhere() -> None:
     half.start(tokens=(*PROMPT, *whole.tokens()[:3]), sampler=sampler)
     half.world.run()
     assert half.tokens() == whole.tokens()[3:]
+
+
+def test_several_tokens_may_come_in_a_step() -> None:
+    one, several = Bench(), Bench(burst=3)
+    for bench in (one, several):
+        bench.start()
+        bench.world.run()
+    assert [len(item.tokens) for item in several.told if isinstance(item, TokensDecoded)] == [3, 3, 2]
+    assert several.tokens() == one.tokens()
+    computed = [item for item in one.told if isinstance(item, BlockComputed)]
+    assert [item for item in several.told if isinstance(item, BlockComputed)] == computed
+    assert several.told[-1] == SequenceEnded(1, "length")
+    stopped = Bench(burst=3)
+    stop = one.tokens()[1]
+    sampler = Sampler(method="x", params={"stop": [stop]}, seed=7, step=0, deterministic=True)
+    stopped.start(sampler=sampler)
+    stopped.world.run()
+    assert stopped.tokens() == one.tokens()[:2]
+    assert stopped.told[-1] == SequenceEnded(1, "stop")
 
 
 def test_any_other_sampler_does_not() -> None:

@@ -131,6 +131,10 @@ class Beside:
         self.tickets = 0
         self.stopping = False
         self.safe_to_stop = False
+        self.fenced = False
+
+    def fence(self) -> None:
+        self.fenced = True
 
     def stop(self, now_ms: int) -> tuple[Effect, ...]:
         self.stopping = True

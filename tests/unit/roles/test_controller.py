@@ -162,12 +162,12 @@ class Talk:
         """What requests belong to from now on."""
         self.restart()
 
-    def restart(self) -> None:
+    def restart(self, policy: Policy = POLICY) -> None:
         self.calls: dict[int, Call] = {}
         self.answers: dict[int, tuple[Response, bytes]] = {}
         self.controller = Controller(
             base_uri=PC,
-            policy=POLICY,
+            policy=policy,
             settings=self.settings,
             random_bytes=lambda n: hashlib.sha256(next(self.drawn).to_bytes(4, "big")).digest()[:n],
             stored=self.store.copied(),

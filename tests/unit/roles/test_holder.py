@@ -746,6 +746,46 @@ def test_an_instance_adds_keeps_and_loses_blocks() -> None:
     assert local.take_news() == (BlockGone(NAMES[1]),)
 
 
+@pytest.mark.requirement("ST-4")
+def test_beside_an_instance_that_was_replaced_it_tells_the_index_nothing_more() -> None:
+    """What the index lists at this base URI is the later one's, not for this one to refresh or withdraw."""
+    loop = Loop(numbers=Numbers()).start()
+    loop.put(K[0])
+    loop.index_answers()
+    loop.put(K[1])
+    loop.holder.fence()
+    assert not loop.holder.safe_to_stop, "calls are under way"
+    assert loop.put(K[2]) == 503
+    loop.index_answers()
+    loop.at(loop.now_ms + 600_000)
+    assert loop.calls == {}, "nothing is refreshed"
+    for key in K[:2]:
+        loop.do(loop.holder.expire("host", [BlockName(COMPAT, SCOPE, key)], loop.now_ms))
+    assert loop.calls == {}, "nothing is withdrawn"
+    assert loop.tiers["host"] == {}
+    assert loop.holder.safe_to_stop
+    loop.do(loop.holder.stop(loop.now_ms))
+    assert loop.calls == {}
+    assert loop.holder.safe_to_stop
+
+
+@pytest.mark.requirement("ST-4")
+@pytest.mark.parametrize("answered", [True, False])
+def test_it_forgets_what_it_was_withdrawing_when_it_is_replaced(answered: bool) -> None:
+    loop = Loop(numbers=Numbers()).start()
+    loop.put(K[0])
+    loop.index_answers()
+    loop.do(loop.holder.expire("host", [BlockName(COMPAT, SCOPE, K[0])], loop.now_ms))
+    loop.holder.fence()
+    if answered:
+        loop.index_answers()
+    else:
+        loop.index_is_silent()
+    assert loop.calls == {}
+    assert loop.holder.safe_to_stop
+    assert loop.holder._blocks.publisher._entries == {}
+
+
 def test_a_block_that_an_instance_cannot_keep_is_told() -> None:
     loop = Loop(blocks=1, numbers=Numbers()).start()
     loop.put(K[0])

@@ -185,6 +185,8 @@ def test_an_instance_that_a_later_incarnation_has_replaced_stops_without_a_word(
     assert any(isinstance(effect, engine.Abort) for effect in effects)
     assert world.lines(request) == []
     assert not world.calls(ReportStatus)
+    assert world.beside.fenced
+    assert world.role.is_fenced
 
 
 @pytest.mark.requirement("PB-3")

@@ -89,6 +89,26 @@ def test_a_leased_block_stays_until_its_lease_ends_which_is_not_renewed() -> Non
     assert loop.calls == {}
 
 
+@pytest.mark.requirement("LE-2", "SE-1")
+def test_a_lease_is_not_renewed_by_who_was_put_out_of_its_scope_and_holds_until_it_expires() -> None:
+    loop = Loop(blocks=1).start()
+    loop.put(K[0])
+    loop.index_answers()
+    granted = loop.lease(K[0], ttl_ms=500)
+    assert isinstance(granted.body, bytes)
+    lease = decode(LeaseGranted, granted.body).lease
+    rules = kit.POLICY.scope(SCOPE)
+    out = attrs.evolve(rules, read=rules.read - {ALICE})
+    loop.holder.policy = Policy(kit.POLICY._roles, {**kit.POLICY._scopes, SCOPE: out})
+    loop.do(loop.holder.purge(loop.now_ms))
+    assert problem_of(loop.ask(RenewLease(lease), LeaseRenewal(ttl_ms=900))) == "kvsp-not-found 404"
+    assert loop.put(K[1], client=BOB) == 507
+    loop.at(502)
+    assert loop.put(K[1], client=BOB) == 201
+    loop.holder.policy = kit.POLICY
+    assert problem_of(loop.ask(RenewLease(lease), LeaseRenewal(ttl_ms=900))) == "kvsp-not-found 404"
+
+
 def test_a_block_that_is_read_or_kept_goes_when_it_is_not_any_more() -> None:
     loop = Loop(numbers=Numbers()).start()
     for key in K[:2]:
@@ -170,6 +190,28 @@ def test_a_request_that_waits_is_not_placed_in_a_scope_that_was_purged() -> None
     talk.report(controllers.A)
     assert talk.answers[waiting][0].status == 403
     assert talk.store.tables.get("sessions", {}) == {}
+
+
+@pytest.mark.requirement("MG-1", "SE-1")
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_session_moves_when_its_instance_is_put_out_of_its_scope(restarts: bool) -> None:
+    """Nothing that it sends would be recorded, and its user would wait for a session that stands still."""
+    talk = controllers.Talk()
+    talk.report(controllers.A)
+    placed = talk.place()
+    talk.write(placed, 5, 6)
+    talk.report(controllers.B)
+    rules = controllers.POLICY.scope(controllers.SCOPE)
+    without_a = attrs.evolve(rules, read=rules.read - {controllers.A})
+    policy = Policy(controllers.POLICY._roles, {**controllers.POLICY._scopes, controllers.SCOPE: without_a})
+    if restarts:
+        talk.restart(policy)
+        talk.report(controllers.B)
+    else:
+        talk.controller.policy = policy
+        talk.take(talk.controller.purge(talk.now_ms))
+    info = talk.info(placed)
+    assert (info.instance, info.epoch) == (controllers.B, 2)
 
 
 @pytest.mark.parametrize("under_way", [False, True])
