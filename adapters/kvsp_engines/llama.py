@@ -25,7 +25,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from kvsp_engines.weights import LlamaConfig, ModelError, load_config, map_weights
+from kvsp_engines.weights import LlamaConfig, ModelError, load_config, load_weights
 
 __all__ = [
     "Array",
@@ -197,9 +197,8 @@ class Llama:
     def __init__(self, directory: Path, *, kv_dtype: str = "fp32") -> None:
         self.config = load_config(directory)
         self.kv_dtype = kv_dtype
-        self._weights = map_weights(directory)
-        embedding = self._weight("model.embed_tokens")
-        self._head = self._weights.get("lm_head.weight", embedding)
+        self._weights = load_weights(directory, self.config)
+        self._head = self._weight("lm_head")
         angles = np.arange(self.config.context)[:, None] / self.config.rope_theta ** (
             np.arange(0, self.config.head_dim, 2) / self.config.head_dim
         )
@@ -207,10 +206,7 @@ class Llama:
         self._sin = np.sin(angles).astype(np.float32)
 
     def _weight(self, name: str) -> Array:
-        try:
-            return self._weights[name + ".weight"]
-        except KeyError:
-            raise ModelError(f"the model has no tensor {name}.weight") from None
+        return self._weights[name + ".weight"]
 
     def new_cache(self, *, start: int = 0) -> KVCache:
         """Return an empty cache for one sequence, or for the shard that starts at this position."""

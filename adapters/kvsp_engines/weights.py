@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from kvsp_core.errors import KVSPError
 
-__all__ = ["MAPPED_FILE", "LlamaConfig", "ModelError", "load_config", "map_weights"]
+__all__ = ["MAPPED_FILE", "LlamaConfig", "ModelError", "load_config", "load_weights", "map_weights"]
 
 MAPPED_FILE: Final = "kvsp-fp32.mapped"
 """A derived file beside the model's own: the same weights in fp32, ready to be mapped.
@@ -46,6 +46,7 @@ class LlamaConfig:
     kv_heads: int
     head_dim: int
     hidden: int
+    inner: int
     vocabulary: int
     context: int
     rms_epsilon: float
@@ -93,6 +94,7 @@ class LlamaConfig:
             kv_heads=int(members.get("num_key_value_heads") or heads),
             head_dim=int(members.get("head_dim") or members["hidden_size"] // heads),
             hidden=int(members["hidden_size"]),
+            inner=int(members["intermediate_size"]),
             vocabulary=int(members["vocab_size"]),
             context=int(members["max_position_embeddings"]),
             rms_epsilon=float(members["rms_norm_eps"]),
@@ -100,12 +102,36 @@ class LlamaConfig:
             stop_tokens=frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos]),
         )
         sizes = (found.layers, found.kv_heads, found.head_dim, found.hidden, found.vocabulary, found.context)
-        if min(heads, *sizes) < 1 or heads % found.kv_heads or found.head_dim % 2:
+        if min(heads, found.inner, *sizes) < 1 or heads % found.kv_heads or found.head_dim % 2:
             raise ModelError(
                 "config.json: its sizes are from 1 on, num_attention_heads is a multiple of"
                 " num_key_value_heads, and head_dim is even"
             )
         return found
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Return the names of all tensors of the model, and the shape of each."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        layer = {
+            "input_layernorm": (self.hidden,),
+            "post_attention_layernorm": (self.hidden,),
+            "self_attn.q_proj": (queries, self.hidden),
+            "self_attn.k_proj": (keys, self.hidden),
+            "self_attn.v_proj": (keys, self.hidden),
+            "self_attn.o_proj": (self.hidden, queries),
+            "mlp.gate_proj": (self.inner, self.hidden),
+            "mlp.up_proj": (self.inner, self.hidden),
+            "mlp.down_proj": (self.hidden, self.inner),
+        }
+        return {
+            "model.embed_tokens.weight": (self.vocabulary, self.hidden),
+            "model.norm.weight": (self.hidden,),
+            "lm_head.weight": (self.vocabulary, self.hidden),
+        } | {
+            f"model.layers.{number}.{name}.weight": shape
+            for number in range(self.layers)
+            for name, shape in layer.items()
+        }
 
 
 def load_config(directory: Path) -> LlamaConfig:
@@ -119,6 +145,27 @@ def load_config(directory: Path) -> LlamaConfig:
     except ValueError as error:
         raise ModelError(f"{directory}/config.json is not JSON: {error}") from None
     return LlamaConfig.from_members(members)
+
+
+def load_weights(directory: Path, config: LlamaConfig) -> dict[str, npt.NDArray[np.float32]]:
+    """Map the tensors of the model that config.json tells of; weights of any other are a `ModelError`.
+
+    Where there is no output matrix, it is that of the embedding.
+    """
+    weights, expected = map_weights(directory), config.tensors()
+    weights.setdefault("lm_head.weight", weights.get("model.embed_tokens.weight", np.empty(0, np.float32)))
+    for name, shape in expected.items():
+        found = weights.get(name)
+        if found is None or found.shape != shape:
+            has = "have none" if found is None else f"have {list(found.shape)}"
+            raise ModelError(
+                f"{directory}: by config.json {name} is {list(shape)}, and the weights {has};"
+                " both have to be of one model"
+            )
+    unused = weights.keys() - expected.keys()
+    if strange := min((name for name in unused if not name.endswith(".rotary_emb.inv_freq")), default=None):
+        raise ModelError(f"{directory}: the weights have {strange}, which this engine does not compute with")
+    return weights
 
 
 def map_weights(directory: Path) -> dict[str, npt.NDArray[np.float32]]:

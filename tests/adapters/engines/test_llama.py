@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -148,6 +149,7 @@ def test_a_model_the_engine_would_compute_wrongly_is_refused(member: str, value:
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "hidden_size": 64,
+        "intermediate_size": 128,
         "head_dim": 16,
         "vocab_size": 100,
         "max_position_embeddings": 128,
@@ -168,6 +170,7 @@ def test_the_base_is_the_one_that_the_descriptor_states() -> None:
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "hidden_size": 64,
+        "intermediate_size": 128,
         "vocab_size": 100,
         "max_position_embeddings": 128,
         "rms_norm_eps": 1e-5,
@@ -183,6 +186,26 @@ def test_the_base_is_the_one_that_the_descriptor_states() -> None:
 
 def test_the_fingerprint_names_the_arithmetic() -> None:
     assert f"numpy-{np.__version__}" in numerics_fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("member", "value", "says"),
+    [
+        ("num_hidden_layers", 3, "model.layers.2.*have none"),
+        ("num_hidden_layers", 1, "have model.layers.1.*does not compute with"),
+        ("num_key_value_heads", 4, r"k_proj.weight is \[64, 64\], and the weights have \[32, 64\]"),
+        ("intermediate_size", 64, "both have to be of one model"),
+        ("vocab_size", 100, "embed_tokens"),
+    ],
+)
+def test_weights_of_another_model_than_config_json_tells_of_are_refused(
+    member: str, value: int, says: str, tmp_path: Path
+) -> None:
+    prepare_tiny(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {member: value}))
+    with pytest.raises(ModelError, match=says):
+        Llama(tmp_path)
 
 
 def test_weights_that_are_empty_are_no_weights(tmp_path: Path) -> None:

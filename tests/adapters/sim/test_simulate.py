@@ -20,7 +20,7 @@ from tests.hash_seeds import printed
 
 CHUNK = 25
 SEEDS = 200
-MORE_SEEDS = 2_000
+MORE_SEEDS = 2_200
 MANY_SEEDS = 10_000
 
 FAILED_ONCE: tuple[tuple[int, Options], ...] = (
