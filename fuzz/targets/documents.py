@@ -26,11 +26,14 @@ _FILE = Path(tempfile.gettempdir()) / f"kvsp-fuzz-documents-{os.getpid()}.toml"
 def one_input(data: bytes) -> None:
     """Read octets as a policy and as a configuration."""
     _FILE.write_bytes(data)
-    for read in (read_policy, read_config):
-        said = ""
-        try:
-            read(_FILE)
-        except DocumentError as error:
-            said = str(error)
-        assert "\n" not in said
-        assert not said or _FILE.name in said
+    try:
+        for read in (read_policy, read_config):
+            said = ""
+            try:
+                read(_FILE)
+            except DocumentError as error:
+                said = str(error)
+            assert "\n" not in said
+            assert not said or _FILE.name in said
+    finally:
+        _FILE.unlink()

@@ -446,6 +446,9 @@ def test_others_have_their_turn_before_all_that_one_has_sent_is_read(
             world.call("hold")
         await wait_until(lambda: len(told) == 101)
         assert told.index("HEAD") < 90
+        for link, stream_id in world.serving.held:
+            link.http.reset(stream_id)
+            link.flush()
 
     run(kind, certificates, scenario)
 
