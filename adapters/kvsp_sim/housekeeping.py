@@ -76,9 +76,8 @@ class Housekeeping:
         self._again = again
         self._replaced: Host | None = None
         self._policy = policy
-        self._own_scopes = tuple(scope for scope, rules in rules.items() if rules.read and not rules.shared)[
-            :2
-        ]
+        own = [scope_id for scope_id, allowed in rules.items() if allowed.read and not allowed.shared]
+        self._tenants = own[:2]  # a third one, where there is one, is that of others
         self._out: dict[str, ScopeRules] = {}
         self._stopping: dict[str, int] = {}  # who was told to stop, and in which life
         self._over = False
@@ -214,7 +213,7 @@ class Housekeeping:
 
     def _put_out(self) -> None:
         """Put an instance out of a scope for a while."""
-        scope_id = self._random.pick(self._own_scopes)
+        scope_id = self._random.pick(self._tenants)
         if scope_id in self._out or scope_id == self._truths.purged:
             return
         rules = self._out[scope_id] = self.rules[scope_id]
@@ -239,7 +238,7 @@ class Housekeeping:
     def _purge(self) -> None:
         """Have a tenant's scope purged, for good."""
         if self._truths.purged is None:
-            scope_id = self._truths.purged = self._cluster.witness.purged = self._own_scopes[1]
+            scope_id = self._truths.purged = self._cluster.witness.purged = self._tenants[1]
             self._cluster.counts["scopes purged"] += 1
             self._out.pop(scope_id, None)
             self.rules[scope_id] = ScopeRules(purged=True)
