@@ -249,7 +249,7 @@ class RunningRole:
         if isinstance(self.role, Instance) and self.role.is_fenced:
             return "its controller knows a later start of it; see that one process only has its base URI"
         if isinstance(self.role, Instance) and self.role.engine_is_silent:
-            return "its engine is silent"
+            return "its engine is silent; restart the process where that lasts"
         return None
 
     async def listen(self) -> None:

@@ -495,9 +495,8 @@ class Witness:
         if effect.response.status == 200 and leg.request.path.startswith("instances/"):
             status = _read_status(leg.body)
             self.statuses[leg.server.base_uri, leg.client] = status
-            if (
-                leg.server.base_uri not in self.indexes
-            ):  # which may hear of a later epoch last, and acts on none
+            # An index may hear of a later epoch last, and acts on none.
+            if leg.server.base_uri not in self.indexes:
                 self.observe(StatusAcknowledged(instance=leg.client, epoch=status.epoch))
 
     def _checkpoint(self, leg: CarriedRequest, effect: Respond, body: bytes) -> None:
