@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -453,6 +454,16 @@ def test_who_does_not_take_the_answer_is_not_waited_for(loop: str, monkeypatch: 
         await done.wait()
 
     play(loop, scenario, app)
+
+
+@pytest.mark.parametrize(
+    ("files", "connections"), [(1_024, 768), (1_048_576, 8_192), (resource.RLIM_INFINITY, 8_192)]
+)
+def test_a_quarter_of_the_files_is_left_for_the_roles(
+    files: int, connections: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
+    assert http1.connections_allowed() == connections
 
 
 def test_beyond_what_may_be_open_the_oldest_idle_connection_is_closed(
