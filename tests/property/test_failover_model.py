@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import attrs
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import initialize, invariant, rule
 
 from kvsp_core.machines import assembly, output, resume, session
 from kvsp_core.machines.session import Owner, SessionKind
 from kvsp_core.records import Sampler, SessionCheckpoint
+from tests.property.models import EndingModel
 
 B = 4
 INSTANCES = tuple(f"https://ii{n}.example/" for n in (1, 2, 3))
@@ -40,7 +41,7 @@ class Sent:
     checkpoint: SessionCheckpoint
 
 
-class Model(RuleBasedStateMachine):
+class Model(EndingModel):
     def __init__(self) -> None:
         super().__init__()
         self.now_ms = 0
@@ -288,15 +289,12 @@ class Model(RuleBasedStateMachine):
 
     @invariant()
     def what_a_client_has_is_recorded(self) -> None:
-        if hasattr(self, "ledger"):
-            recorded = self.ledger.freeze(0).tokens
-            assert recorded[: len(self.delivered)] == tuple(self.delivered)
-            assert len(recorded) >= self.acknowledged
+        recorded = self.ledger.freeze(0).tokens
+        assert recorded[: len(self.delivered)] == tuple(self.delivered)
+        assert len(recorded) >= self.acknowledged
 
-    def teardown(self) -> None:
+    def at_end(self) -> None:
         """Everything heals: the session must come to its end, and the client get all of it."""
-        if not hasattr(self, "ledger"):
-            return
         for _ in range(60):
             if self.finished:
                 break

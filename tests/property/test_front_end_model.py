@@ -11,7 +11,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import invariant, rule
 
 from kvsp_core.answers import empty_response, json_response, lines_response, problem_response
 from kvsp_core.bodies import decode, encode
@@ -60,6 +60,7 @@ from kvsp_core.roles.role import (
     StreamStarted,
     TimerFired,
 )
+from tests.property.models import EndingModel
 
 PC = "https://pc.example/"
 INSTANCES = ("https://ii1.example/", "https://ii2.example/")
@@ -82,7 +83,7 @@ PROBLEMS = (BAD_REQUEST, FORBIDDEN, INVALID_STATE, NOT_FOUND, PRECONDITION_REQUI
 picks = st.integers(0, 10**6)
 
 
-class FrontEndModel(RuleBasedStateMachine):
+class FrontEndModel(EndingModel):
     def __init__(self) -> None:
         super().__init__()
         self.now_ms = 0
@@ -276,7 +277,7 @@ class FrontEndModel(RuleBasedStateMachine):
         deadline_ms = self.front_end.next_deadline_ms()
         assert deadline_ms is None or deadline_ms > self.now_ms - 5001
 
-    def teardown(self) -> None:
+    def at_end(self) -> None:
         """Once everything heals, every generation ends and nothing is left."""
         for _ in range(200):
             if not self.calls and self.front_end.next_deadline_ms() is None:

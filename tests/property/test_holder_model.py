@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import invariant, rule
 
 from kvsp_core.bodies import decode
 from kvsp_core.messages import LeaseGranted
@@ -13,6 +13,7 @@ from kvsp_core.problems import DIGEST_MISMATCH, Problem
 from kvsp_core.resources import GetBlock, ReleaseLease
 from kvsp_core.roles.holdings import TierLimits
 from kvsp_core.roles.role import BlockName, JobFault
+from tests.property.models import EndingModel
 from tests.unit.roles.holder_kit import ALICE, BOB, COMPAT, SCOPE, Loop, container
 
 SIZE = len(container())
@@ -24,7 +25,7 @@ keys = st.sampled_from(KEYS)
 clients = st.sampled_from((ALICE, BOB))
 
 
-class Model(RuleBasedStateMachine):
+class Model(EndingModel):
     def __init__(self) -> None:
         super().__init__()
         tiers = {tier: TierLimits(capacity_bytes=n * SIZE) for tier, n in CAPACITY.items()}
@@ -151,7 +152,7 @@ class Model(RuleBasedStateMachine):
             tier = self.loop.holder.tier_of(name)
             assert tier is None or name in self.loop.tiers[tier]
 
-    def teardown(self) -> None:
+    def at_end(self) -> None:
         """Once the faults stop, every exchange ends, every buffer is given back and the index is right."""
         self.loop.faults.clear()
         for number, _ in self.arriving:

@@ -142,7 +142,7 @@ class Model(RuleBasedStateMachine):
 
     @invariant()
     def what_is_due_has_a_checkpoint_or_a_deadline(self) -> None:
-        if self.abandoned or not hasattr(self, "gate"):
+        if self.abandoned:
             return
         waits = len(self.sample) > self.gate.covered and not self.deterministic
         if waits or self.gate.kind is GateKind.OPENING:
@@ -150,7 +150,7 @@ class Model(RuleBasedStateMachine):
 
     @invariant()
     def too_much_that_is_not_covered_pauses_the_engine(self) -> None:
-        if hasattr(self, "gate") and not self.abandoned and not self.ended:
+        if not self.abandoned and not self.ended:
             uncovered = len(self.sample) - self.gate.covered
             assert self.paused or uncovered < UNCOVERED
             assert not self.paused or uncovered > UNCOVERED // 2

@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from kvsp_core.container import ContainerHeader
 from kvsp_core.machines import prefetch as m
@@ -14,6 +14,7 @@ from kvsp_core.machines import prefetch_load as load
 from kvsp_core.machines import retrieval
 from kvsp_core.machines.prefetch_directive import DirectiveState
 from kvsp_sim.strategies.prefetch import BLOCK_KEYS, BLOCK_TOKENS, LAYERS, layer_digests, replicas, submits
+from tests.property.models import EndingModel
 
 PENDING, COMPLETE = DirectiveState.PENDING, DirectiveState.COMPLETE
 LIMITS = m.PrefetchLimits(concurrent_loads=2, pending_directives=3, kept_ms=400, kept_blocks=9, lookup_keys=2)
@@ -28,7 +29,7 @@ class Seen:
     ended: DirectiveState | None = None
 
 
-class Prefetching(RuleBasedStateMachine):
+class Prefetching(EndingModel):
     """One instance's table, with an index, holders and tiers that answer when they like."""
 
     @initialize()
@@ -206,14 +207,14 @@ class Prefetching(RuleBasedStateMachine):
 
     @invariant()
     def what_is_listed_is_what_is_resident(self) -> None:
-        for name in getattr(self, "seen", {}):
+        for name in self.seen:
             status = self.table.status(name)
             if status is not None:
                 assert set(status.loaded) <= self.resident
 
     @invariant()
     def deadlines_are_kept(self) -> None:
-        for name, seen in getattr(self, "seen", {}).items():
+        for name, seen in self.seen.items():
             state = self.table.state_of(name)
             if state is PENDING:
                 assert seen.ended is None
@@ -223,19 +224,15 @@ class Prefetching(RuleBasedStateMachine):
 
     @invariant()
     def little_is_loaded_at_a_time(self) -> None:
-        if hasattr(self, "table"):
-            assert self.table.loads <= LIMITS.concurrent_loads
-            assert self.table.pending <= LIMITS.pending_directives
+        assert self.table.loads <= LIMITS.concurrent_loads
+        assert self.table.pending <= LIMITS.pending_directives
 
     @invariant()
     def pins_are_known(self) -> None:
-        if hasattr(self, "table"):
-            assert self.pinned == {key for key in BLOCK_KEYS if self.table.is_pinned(key)}
+        assert self.pinned == {key for key in BLOCK_KEYS if self.table.is_pinned(key)}
 
-    def teardown(self) -> None:
+    def at_end(self) -> None:
         """Everything that was asked is answered, time goes by: no lease, pin or directive is left."""
-        if not hasattr(self, "table"):
-            return
         for _ in range(200):
             if self.lookups:
                 self.handle(m.LookupFailed(self.lookups.popitem()[0]))

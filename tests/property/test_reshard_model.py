@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import attrs
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from kvsp_core.machines import reshard, reshard_member
 from kvsp_core.machines.reshard_plan import Plan, divide, intersect, joined, subtract
@@ -20,6 +20,7 @@ from kvsp_core.records import ShardMap
 from kvsp_sim import facts
 from kvsp_sim.properties import OneOwner
 from kvsp_sim.strategies.reshard import BLOCK_TOKENS, MEMBERS, member_events
+from tests.property.models import EndingModel
 
 MAP = "m"
 
@@ -35,7 +36,7 @@ class Message:
     ok: bool | None = None
 
 
-class Resharding(RuleBasedStateMachine):
+class Resharding(EndingModel):
     """A coordinator and three members, and whoever disturbs them."""
 
     def __init__(self) -> None:
@@ -311,7 +312,7 @@ class Resharding(RuleBasedStateMachine):
             self.time_passes(100)
         raise AssertionError(f"the reshard does not end: {self.coordinator}")
 
-    def teardown(self) -> None:
+    def at_end(self) -> None:
         self.calm_down()
         for _ in range(4):
             self.begin(list(MEMBERS), None)
@@ -322,7 +323,6 @@ class Resharding(RuleBasedStateMachine):
             raise AssertionError("no reshard succeeds although nothing fails")
         assert not any(self.property.left_behind(member) for member in MEMBERS)
         self.every_range_is_held_by_its_owner_or_known_to_be_lost_or_about_to_be_found_lost()
-        super().teardown()
 
 
 TestResharding = Resharding.TestCase
