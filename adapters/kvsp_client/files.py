@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from kvsp_core.errors import LocalProtocolError
-from kvsp_core.identity import Scope
+from kvsp_core.errors import KVSPError, LocalProtocolError
+from kvsp_core.identity import CompatibilityDescriptor, Scope
 
-__all__ = ["file_pieces", "naming", "read_scope", "read_secret", "replacing"]
+__all__ = ["file_pieces", "naming", "read_descriptor", "read_scope", "read_secret", "replacing"]
 
 PIECE_BYTES: Final = 1 << 20
 MAX_SECRET_BYTES: Final = 4096
@@ -54,6 +54,15 @@ def read_scope(path: Path) -> Scope:
     except LocalProtocolError as error:
         named = str(error) if str(path) in str(error) else f"{path}: {error}"
         raise LocalProtocolError(named) from None
+
+
+def read_descriptor(path: Path) -> CompatibilityDescriptor:
+    """Return the Compatibility Descriptor in a file. Raises `LocalProtocolError` that names the file where it
+    holds none, and `OSError` where it cannot be read."""
+    try:
+        return CompatibilityDescriptor.from_json(path.read_bytes())
+    except KVSPError as error:
+        raise LocalProtocolError(f"{path}: {error}") from None
 
 
 @contextmanager

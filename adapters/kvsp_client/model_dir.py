@@ -12,7 +12,7 @@ from kvsp_core.errors import LocalProtocolError
 from kvsp_core.identity import CompatibilityDescriptor
 from kvsp_core.model_config import derive_descriptor
 
-__all__ = ["DEFAULT_BLOCK_TOKENS", "descriptor_of_directory", "weight_files"]
+__all__ = ["DEFAULT_BLOCK_TOKENS", "descriptor_of_directory", "model_files", "weight_files"]
 
 DEFAULT_BLOCK_TOKENS: Final = 16
 _INDEX: Final = "model.safetensors.index.json"
@@ -30,11 +30,25 @@ def weight_files(directory: Path) -> list[Path]:
         files = [directory / str(name) for name in sorted({str(name) for name in names.values()})]
         if len({path.name for path in files}) < len(files):
             raise LocalProtocolError(f"{index}: several weight files have one name, by which they are known")
+        if missing := next((path for path in files if not path.is_file()), None):
+            raise LocalProtocolError(f"{index} names {missing.name}, which is not there")
         return files
     found = sorted(p for p in directory.glob("*.safetensors") if not p.name.startswith(_DERIVED))
     if not found:
         raise LocalProtocolError(f"{directory} has no *.safetensors files; name the directory of a model")
     return found
+
+
+def model_files(directory: Path) -> tuple[Mapping[str, object], list[Path], Path]:
+    """Return what config.json of a model directory says, its weight files, and its tokenizer's file.
+
+    Raises `LocalProtocolError` where one of them is not there, or config.json holds no JSON object.
+    """
+    config, tokenizer = directory / "config.json", directory / "tokenizer.json"
+    for path in (config, tokenizer):
+        if not path.is_file():
+            raise LocalProtocolError(f"{directory} has no {path.name}; name the directory of a model")
+    return _object(config), weight_files(directory), tokenizer
 
 
 def descriptor_of_directory(
@@ -49,14 +63,11 @@ def descriptor_of_directory(
     `model` is by default the name of the directory. All parties have to use the same (CD-8), and the same
     `block_tokens` and `kv_dtype`.
     """
-    tokenizer = directory / "tokenizer.json"
-    for path in (directory / "config.json", tokenizer):
-        if not path.is_file():
-            raise LocalProtocolError(f"{directory} has no {path.name}; name the directory of a model")
+    config, weights, tokenizer = model_files(directory)
     return derive_descriptor(
-        _object(directory / "config.json"),
+        config,
         model=model if model is not None else directory.resolve().name,
-        weights={path.name: file_pieces(path) for path in weight_files(directory)},
+        weights={path.name: file_pieces(path) for path in weights},
         tokenizer=file_pieces(tokenizer),
         block_tokens=block_tokens,
         kv_dtype=kv_dtype,

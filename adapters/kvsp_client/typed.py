@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from enum import Enum
 from types import UnionType
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Final,
+    Literal,
+    TypeAlias,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import msgspec
 
@@ -17,6 +29,16 @@ __all__ = ["Amount", "Count", "typed"]
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_INTEGER)]
 Amount: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)]
+
+_WORDS: Final = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "text",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "a section",
+}
+"""For msgspec's names of types those of docs/configuration.md."""
 
 Settings = TypeVar("Settings", bound=msgspec.Struct)
 
@@ -34,10 +56,10 @@ def typed(found: object, kind: type[Settings]) -> Settings:
 
 
 def _said_with_key(said: str) -> str:
-    """Turn ``Expected `int`, got `str` - at `$.a.b` `` into ``a.b: expected int, found str``."""
+    """Turn ``Expected `int`, got `str` - at `$.a.b` `` into ``a.b: expected an integer, found text``."""
     text, _, place = said.partition(" - at `")
-    text = text.replace("`", "").replace(", got ", ", found ")
-    text = text.replace("Object missing required field ", "missing: ")
+    text = text.replace("Object missing required field ", "missing: ").replace(", got ", ", found ")
+    text = re.sub(r"`(\w+)( \| null)?`", lambda found: _WORDS.get(found[1], found[1]), text).replace("`", "")
     key = place.rstrip("`").removeprefix("$").removeprefix(".")
     return f"{key}: {text[:1].lower()}{text[1:]}" if key else f"{text[:1].lower()}{text[1:]}"
 

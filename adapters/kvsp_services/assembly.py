@@ -9,7 +9,7 @@ from typing import cast
 
 import attrs
 
-from kvsp_client.files import read_scope
+from kvsp_client.files import read_descriptor, read_scope
 from kvsp_client.model_dir import descriptor_of_directory
 from kvsp_core.identity import CompatibilityDescriptor, Scope
 from kvsp_core.machines.fleet import Fleet
@@ -254,7 +254,7 @@ def make_tiers(sections: list[TierSection], storage_key: bytes | None) -> dict[s
 
 def read_descriptors(config: Config) -> tuple[CompatibilityDescriptor, ...]:
     """Return the descriptors whose files the configuration names."""
-    return tuple(CompatibilityDescriptor.from_json(Path(f).read_bytes()) for f in config.descriptor_files)
+    return tuple(read_descriptor(Path(file)) for file in config.descriptor_files)
 
 
 def read_storage_key(config: Config) -> bytes | None:

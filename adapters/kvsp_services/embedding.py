@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from kvsp_core.errors import KVSPError
@@ -11,6 +12,7 @@ from kvsp_core.roles.role import Role
 from kvsp_h2 import Credentials, WireLimits
 from kvsp_services.driver import Committer, Driver
 from kvsp_services.loops import open_loop
+from kvsp_services.pki import check_certificate
 from kvsp_services.stores.blocks import BlockTier
 from kvsp_services.stores.durable import NoStore
 from kvsp_services.wire import ServedRole, ServicePeers
@@ -35,10 +37,14 @@ async def serve_role(
     same certificate. What it makes durable goes to `committer`; without one nothing outlives the block.
     `tiers` are those of a holder, by name, and stay the caller's to close. When the block ends, exchanges
     under way end first. Where the role cannot go on, the block is cancelled, and `KVSPError` says why.
+
+    Raises `PKIError` for a certificate that has expired or names another role, whose peers would refuse it,
+    and `OSError` where it cannot listen.
     """
     trouble: list[Exception] = []
     inside: list[Exception] = []
     where = urlsplit(role.base_uri)
+    check_certificate(Path(credentials.files[0]), role.base_uri)
     try:
         async with open_loop() as (loop, network, tasks):
 

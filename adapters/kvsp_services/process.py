@@ -21,6 +21,7 @@ from typing import Any, Final
 import anyio
 import structlog
 
+from kvsp_client.model_dir import model_files
 from kvsp_core.errors import KVSPError
 from kvsp_core.machines.fleet import Fleet
 from kvsp_core.roles.authorization import Policy
@@ -28,7 +29,7 @@ from kvsp_core.roles.index import Index
 from kvsp_h2 import Credentials
 from kvsp_services.assembly import read_descriptors, read_scopes, read_storage_key, set_limits
 from kvsp_services.buffers import BufferPool
-from kvsp_services.config import Config, LoopName, with_limits_of
+from kvsp_services.config import Config, LoopName, ModelSection, with_limits_of
 from kvsp_services.engine_port import MakeEngine
 from kvsp_services.logs import set_level
 from kvsp_services.loops import open_loop
@@ -52,7 +53,7 @@ _DEAF_S: Final = 10.0
 
 
 def check_files(config: Config) -> None:
-    """Read the files that a process is made from, but for stores and models; raises as it would."""
+    """Read the files that a process is made from, but for stores and weights; raises as it would."""
     read_storage_key(config)
     read_descriptors(config)
     read_scopes(config)
@@ -61,6 +62,8 @@ def check_files(config: Config) -> None:
         certificate, authorities = Path(section.certificate_file), Path(config.authorities_file)
         Credentials(certificate, Path(section.key_file), authorities)
         check_certificate(certificate, section.base_uri)
+        if isinstance(section, ModelSection):
+            model_files(Path(section.model_dir))
 
 
 class Process:

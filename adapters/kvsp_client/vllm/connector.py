@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from kvsp_client import BlockingClient, ClientSettings
+from kvsp_client.files import read_descriptor
 from kvsp_client.vllm.device import DeviceCache, check_cpu_layout
 from kvsp_client.vllm.engine_descriptor import Sharing, check_expressible, describe_engine
 from kvsp_client.vllm.layout import Geometry, layout_of, split
@@ -32,7 +33,6 @@ from kvsp_client.vllm.schedule import Lookups, Plan, Schedule
 from kvsp_client.vllm.settings import Settings, read_settings
 from kvsp_client.vllm.transfers import EngineCache, HostCache, Transfers
 from kvsp_core.errors import LocalProtocolError
-from kvsp_core.identity import CompatibilityDescriptor
 
 __all__ = ["KVSPConnector", "KVSPStats"]
 
@@ -92,10 +92,7 @@ class KVSPConnector(KVConnectorBase_V1):
         sharing = Sharing(
             self._descriptor,
             Path(self._settings.scope_key_file),
-            [
-                CompatibilityDescriptor.from_json(Path(file).read_bytes())
-                for file in self._settings.descriptor_files
-            ],
+            [read_descriptor(Path(file)) for file in self._settings.descriptor_files],
         )
         self.counted: Counter[str] = Counter()
         """What this side of the connector did since it started."""

@@ -40,6 +40,18 @@ FILES = {
         key_file = "ops.key"
         """,
 }
+FILES["learnt.toml"] = 'descriptor_files = ["descriptor.json", "wrong"]\n' + FILES["wrong.toml"]
+FILES["nobody.toml"] = "principals = {}\n"
+FILES["model.toml"] = """authorities_file = "ca.pem"
+    policy_file = "nobody.toml"
+    [instance]
+    base_uri = "https://h1.example/"
+    certificate_file = "role.pem"
+    key_file = "role.key"
+    model_dir = "folder"
+    index = ["https://h2.example/"]
+    controller = "https://h3.example/"
+    """
 FILES["key.toml"] = 'storage_key_file = "short.key"\n' + FILES["wrong.toml"]
 UNREACHED = "the service cannot be reached; is it running, and is this its base URI?"
 NO_URI = "a base URI starts with 'https://'"
@@ -52,6 +64,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("mistakes")
     init_ca(made)
     issue(made, uri="spiffe://example/ops", name="ops")
+    issue(made, uri="https://h1.example/", name="role")
     (made / "descriptor.json").write_text(json.dumps(DESCRIPTOR))
     (made / "tokens.json").write_text("[1, 2, 3, 4]")
     for name, text in FILES.items():
@@ -192,6 +205,8 @@ CASES: list[tuple[list[str], int, str]] = [
     (["serve", "folder"], 2, "is a directory"),
     (["serve", "wrong.toml", "--check"], 1, "policy.toml: scopes: a scope is named by its Scope ID"),
     (["serve", "key.toml", "--check"], 1, "short.key: a storage key has at least 32 random octets, found 5"),
+    (["serve", "learnt.toml", "--check"], 1, "/wrong: not JSON at line 1, column 1"),
+    (["serve", "model.toml", "--check"], 1, "/folder has no config.json; name the directory of a model"),
     (["serve", "wrong"], 1, "wrong: not TOML: "),
     (["serve", "wrong", "--loop", "curio"], 2, "Invalid value for '--loop'"),
     (["model"], 2, "Usage: kvsp model"),

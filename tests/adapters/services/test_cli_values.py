@@ -157,6 +157,17 @@ def test_an_index_says_which_files_are_weights(capfd: pytest.CaptureFixture[str]
     assert derived["model_digest"] == "sha-256:" + hashlib.sha256(b"second").hexdigest()
 
 
+def test_weights_that_an_index_names_have_to_be_there(
+    capfd: pytest.CaptureFixture[str], directory: Path
+) -> None:
+    model = model_directory(directory)
+    index = {"weight_map": {"x": "a.safetensors", "y": "c.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    status, _, complained = kvsp(capfd, "compat", "--model-dir", "tiny-model")
+    assert status == 1
+    assert "model.safetensors.index.json names c.safetensors, which is not there" in complained
+
+
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "*.safetensors"])
 def test_an_incomplete_model_is_named(
     capfd: pytest.CaptureFixture[str], directory: Path, missing: str

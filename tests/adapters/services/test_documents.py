@@ -42,8 +42,8 @@ def test_a_good_document_is_typed(tmp_path: Path) -> None:
         ("port = 1\nport", "at end of document"),
         ("port 1\nx = 2", "line 1"),
         ("", "missing: port"),
-        ('port = "x"', "port: expected int, found str"),
-        ("port = 0", "port: expected int >= 1"),
+        ('port = "x"', "port: expected an integer, found text"),
+        ("port = 0", "port: expected an integer >= 1"),
         ("prot = 1", "prot: unknown; did you mean port?"),
         ("port = 1\nzebra = 2", "zebra: unknown; known are main, port, scopes, tiers"),
         (
@@ -57,7 +57,8 @@ def test_a_good_document_is_typed(tmp_path: Path) -> None:
         ("port = 1\n[main]\n", "main: missing: name"),
         ('port = 1\n[scopes.a]\nnane = "host"', "scopes.a.nane: unknown; did you mean name?"),
         ('"a\\nb" = 1', "a b: unknown"),
-        ("port = 1\ntiers = 3", "tiers: expected array, found int"),
+        ("port = 1\ntiers = 3", "tiers: expected a list, found an integer"),
+        ("port = 1\nmain = 1.5", "main: expected a section, found a number"),
     ],
 )
 def test_a_mistake_is_one_line_with_its_key(tmp_path: Path, text: str, said: str) -> None:

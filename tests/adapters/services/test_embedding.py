@@ -20,7 +20,7 @@ from kvsp_core.roles.index import Index
 from kvsp_core.roles.role import Effect, Input
 from kvsp_h2 import Credentials, Event, ExchangeEnded, ResponseReceived
 from kvsp_services.embedding import serve_role
-from kvsp_services.pki import init_ca, issue
+from kvsp_services.pki import PKIError, init_ca, issue
 from tests.adapters.pumps.worlds import KINDS, Kind, open_descriptors
 
 CLIENT = "spiffe://example/operator"
@@ -110,6 +110,16 @@ def test_a_port_that_is_taken_is_said(kind: Kind, place: Place) -> None:
             raise AssertionError("it cannot be served")
 
     with socket.create_server(("127.0.0.1", place.port)), pytest.raises(OSError, match="in use"):
+        run(kind, main)
+
+
+@on_each_loop
+def test_a_certificate_of_another_role_is_said(kind: Kind, place: Place) -> None:
+    async def main() -> None:
+        async with serve_role(place.index(), place.credentials("client")):
+            raise AssertionError("its peers would refuse it")
+
+    with pytest.raises(PKIError, match=rf"client\.pem: it names {CLIENT} and not {place.uri}; issue one"):
         run(kind, main)
 
 

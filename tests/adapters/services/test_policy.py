@@ -63,7 +63,7 @@ def test_what_is_not_said_is_not_allowed(tmp_path: Path) -> None:
             f'{PRINCIPALS}[scopes.{SCOPE}]\nread = ["https://h2.example/"]',
             f"scopes.{SCOPE}.read[0]: https://h2",
         ),
-        (f'{PRINCIPALS}[scopes.{SCOPE}]\nread = "all"', "expected array"),
+        (f'{PRINCIPALS}[scopes.{SCOPE}]\nread = "all"', "expected a list"),
         (f'{PRINCIPALS}[scopes.{SCOPE}]\nread = ["{HOLDER}"]\npurged = true', f"scopes.{SCOPE}.read: nobody"),
     ],
 )
