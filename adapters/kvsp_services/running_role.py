@@ -289,9 +289,11 @@ class RunningRole:
         committer = self._committer
 
         def close_and_rebuild() -> None:
-            self._stop_engine()
-            committer.close()
-            self._process.loop.call_soon_threadsafe(self._rebuild)
+            try:
+                self._stop_engine()
+                committer.close()
+            finally:  # nobody hears of an error in a thread; a store that is not free says so when it opens
+                self._process.loop.call_soon_threadsafe(self._rebuild)
 
         self._process.loop.in_thread(self.name, close_and_rebuild)
 

@@ -193,10 +193,12 @@ class FileTier:
             self.used_bytes += added  # before it is written, so that several writers cannot exceed it
         try:
             self._write(file, block, data, now_ms)
-        except OSError as error:
+        except BaseException as error:
             with self._lock:
                 self.used_bytes -= added
-            raise _fault_of(error) from error
+            if isinstance(error, OSError):
+                raise _fault_of(error) from error
+            raise
         with self._lock:
             self._held.pop(file, None)
             self._held[file] = (data.nbytes, now_ms, block.name)

@@ -375,6 +375,20 @@ def test_a_disk_that_fails_keeps_nothing(
     put(tier, 2)
 
 
+def test_room_that_was_taken_is_given_back_where_memory_runs_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = file_tier(tmp_path)
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(block_files, "_write_all", fail)
+    with pytest.raises(MemoryError):
+        put(tier, 1)
+    assert (tier.used_bytes, files_of(tmp_path)) == (0, [])
+
+
 @pytest.mark.parametrize(
     ("number", "fault"),
     [(errno.EIO, JobFault.BROKEN), (errno.EMFILE, JobFault.BUSY), (errno.ENOMEM, JobFault.BUSY)],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -69,6 +71,28 @@ def test_a_role_is_rebuilt_from_its_store_a_bounded_number_of_times(
             assert "no space left" in (process.failure or "")
 
     anyio.run(main, backend=loop)
+
+
+@pytest.mark.requirement("CP-2")
+def test_a_store_that_cannot_be_closed_leaves_no_role_that_is_being_rebuilt_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with a_controller(tmp_path) as (process, controller):
+
+            def fail() -> None:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+            store = controller._committer._store
+            monkeypatch.setattr(store, "close", fail)
+            controller.served.driver._fail(StorageError("input/output error"))
+            with anyio.fail_after(60):
+                await process.stopping.wait()
+            assert "is in use by another process" in (process.failure or "")
+            monkeypatch.undo()
+            store.close()
+
+    anyio.run(main, backend="trio")
 
 
 @pytest.mark.requirement("CP-2")
