@@ -129,7 +129,6 @@ class Wire:
         *,
         on_event: Callable[[Event], None],
         pieces: Sequence[memoryview | bytes] = (),
-        expect_continue: bool = False,
     ) -> Call:
         """Make a request; `on_event` is told what becomes of it. `pieces` is a body that is a container.
 
@@ -138,9 +137,7 @@ class Wire:
         length = sum(memoryview(piece).nbytes for piece in pieces) if pieces else None
         request, octets = request_for(operation, body, length=length)
         first, *rest = pieces or (octets,)
-        call = self.pool(base_uri).call(
-            request, first, on_event=on_event, end=not rest, expect_continue=expect_continue
-        )
+        call = self.pool(base_uri).call(request, first, on_event=on_event, end=not rest)
         for number, piece in enumerate(rest, 1):
             call.send_data(piece, end=number == len(rest))
         return call

@@ -12,11 +12,10 @@ import attrs
 
 from kvsp_core.container_header import ContainerHeader
 from kvsp_core.errors import LocalProtocolError
+from kvsp_core.registries import RAW_CODEC
 
 __all__ = ["BlockBuffer", "BufferPool", "header_part"]
 
-RAW: Final = 1
-"""The codec of blocks as engines export them."""
 _STEP_BYTES: Final = 64 << 10
 """Sizes are rounded up to a multiple of this, so that blocks of one model share memory and little is
 wasted."""
@@ -91,7 +90,7 @@ class BlockBuffer:
     ) -> None:
         """Copy the sections of all layers of a block into memory of the pool, and compute their digests."""
         sections = tuple((memoryview(k).nbytes, memoryview(v).nbytes) for k, v in layers)
-        header = ContainerHeader(codec=RAW, token_count=token_count, sections=sections)
+        header = ContainerHeader(codec=RAW_CODEC, token_count=token_count, sections=sections)
         data = self.acquire(header.data_bytes)
         whole = hashlib.sha256(header.encode())
         digests, position = [], 0

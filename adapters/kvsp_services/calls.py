@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Protocol
 
 from kvsp_core.container import LayerArrived as Layer
-from kvsp_core.errors import RemoteProtocolError
 from kvsp_core.heads import Response
 from kvsp_core.roles.role import (
     AnswerForm,
@@ -23,13 +22,12 @@ from kvsp_core.roles.role import (
 )
 from kvsp_services.buffers import BlockBuffer
 from kvsp_services.ports import Loop, Outgoing, Peers
-from kvsp_services.receivers import ContainerReceiver, DocumentReceiver, LineReceiver, Refusal
+from kvsp_services.receivers import NOWHERE, ContainerReceiver, DocumentReceiver, LineReceiver, Refusal
 
 __all__ = ["MAX_DOCUMENT_BYTES", "CallOwner", "OutgoingCall"]
 
 MAX_DOCUMENT_BYTES = 64 << 20
 """What an answer may have where the call does not say; a lookup of 8,192 keys brings some 22 MB."""
-_NOWHERE: Final = memoryview(b"")
 
 
 class CallOwner(Protocol):
@@ -110,14 +108,14 @@ class OutgoingCall:
             else:
                 self._receiver = DocumentReceiver(MAX_DOCUMENT_BYTES, response.content_length)
         except Refusal as refusal:
-            self._give_up(refusal)
+            self._give_up(str(refusal))
 
     def data_received(self, data: memoryview) -> None:
         """Take octets of the answer in."""
         try:
             self._take(data)
         except Refusal as refusal:
-            self._give_up(refusal)
+            self._give_up(str(refusal))
         self._acknowledge(len(data))
 
     def data_placed(self, size_bytes: int) -> None:
@@ -126,7 +124,7 @@ class OutgoingCall:
             if not self._over and isinstance(self._receiver, ContainerReceiver):
                 self._tell_layers(self._receiver.placed(size_bytes))
         except Refusal as refusal:
-            self._give_up(refusal)
+            self._give_up(str(refusal))
         self._acknowledge(size_bytes)
 
     def _take(self, data: memoryview) -> None:
@@ -155,7 +153,7 @@ class OutgoingCall:
     def _free(self) -> memoryview:
         """Return where the next octets belong; nowhere any more once the buffer may have another owner."""
         if self._over or not isinstance(self._receiver, ContainerReceiver):
-            return _NOWHERE
+            return NOWHERE
         return self._receiver.free
 
     def body_ended(self) -> None:
@@ -165,7 +163,7 @@ class OutgoingCall:
         try:
             answer = self._answer(self.response, self._receiver)
         except Refusal as refusal:
-            self._give_up(refusal)
+            self._give_up(str(refusal))
             return
         self._end()
         self._owner.handle(answer)
@@ -194,9 +192,7 @@ class OutgoingCall:
 
     def time_out(self) -> None:
         """Give the call up, because its time is over."""
-        if self._exchange is not None and not self._over:
-            self._exchange.cancel()
-        self.failed("timed out")
+        self._give_up("timed out")
 
     def cancel(self) -> None:
         """Give the call up; its owner hears nothing more."""
@@ -207,10 +203,10 @@ class OutgoingCall:
     def _heard(self) -> None:
         self.deadline_ms = self._loop.now_ms() + self.call.timeout_ms
 
-    def _give_up(self, refusal: Refusal | RemoteProtocolError) -> None:
+    def _give_up(self, reason: str) -> None:
         if self._exchange is not None and not self._over:
             self._exchange.cancel()
-        self.failed(str(refusal) or "malformed answer")
+        self.failed(reason)
 
     def _end(self) -> None:
         if self._over:

@@ -15,7 +15,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol
 
 from kvsp_core.errors import KVSPError
 from kvsp_core.roles import engine as engines
@@ -56,10 +56,9 @@ from kvsp_services.stores.blocks import BlockFault, BlockTier, RangeDigests
 
 if TYPE_CHECKING:
     from kvsp_core.roles.engine import EngineCommand, EngineEvent
+    from kvsp_engines.engine import LayerOctets
 
-__all__ = ["Committer", "Driver", "LayerOctets"]
-
-LayerOctets: TypeAlias = "tuple[bytes | memoryview, bytes | memoryview]"
+__all__ = ["Committer", "Driver"]
 
 
 class Committer(Protocol):

@@ -17,10 +17,11 @@ from kvsp_core.container_header import ContainerError, ContainerHeader
 from kvsp_core.problems import BAD_REQUEST, TOO_LARGE, Problem
 from kvsp_services.buffers import BlockBuffer
 
-__all__ = ["MAX_LINE_BYTES", "ContainerReceiver", "DocumentReceiver", "LineReceiver", "Refusal"]
+__all__ = ["MAX_LINE_BYTES", "NOWHERE", "ContainerReceiver", "DocumentReceiver", "LineReceiver", "Refusal"]
 
 MAX_LINE_BYTES: Final = 1 << 20
-_NOWHERE: Final = memoryview(b"")
+NOWHERE: Final = memoryview(b"")
+"""Where octets belong that are not to be put anywhere."""
 
 
 class Refusal(Exception):
@@ -79,7 +80,7 @@ class ContainerReceiver:
     @property
     def free(self) -> memoryview:
         """The memory where the next octets belong; empty while the header is not read, and at the end."""
-        return self._block.free if self._block.header is not None else _NOWHERE
+        return self._block.free if self._block.header is not None else NOWHERE
 
     def feed(self, data: bytes | memoryview) -> list[LayerArrived]:
         """Take octets and return the layers they complete. Raises `Refusal`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final
 
 from kvsp_core.container import LayerArrived as Layer
 from kvsp_core.problems import DIGEST_MISMATCH, Problem
@@ -22,11 +21,9 @@ from kvsp_core.roles.role import (
 )
 from kvsp_services.buffers import BlockBuffer
 from kvsp_services.ports import Incoming
-from kvsp_services.receivers import ContainerReceiver, DocumentReceiver, Refusal
+from kvsp_services.receivers import NOWHERE, ContainerReceiver, DocumentReceiver, Refusal
 
 __all__ = ["IncomingRequest"]
-
-_NOWHERE: Final = memoryview(b"")
 
 
 class IncomingRequest:
@@ -82,7 +79,7 @@ class IncomingRequest:
     def _free(self) -> memoryview:
         """Return where the next octets belong; nowhere any more once the buffer may have another owner."""
         if self._body_done or not isinstance(self._receiver, ContainerReceiver):
-            return _NOWHERE
+            return NOWHERE
         return self._receiver.free
 
     def body_ended(self) -> None:
