@@ -43,7 +43,6 @@ from kvsp_core.roles.role import (
     Role,
     Send,
     Store,
-    StoredBlock,
     TimerFired,
     Write,
 )
@@ -52,7 +51,8 @@ from kvsp_services.calls import OutgoingCall
 from kvsp_services.ports import EnginePort, Incoming, Loop, Peers
 from kvsp_services.request_log import RequestLog, new_traceparent
 from kvsp_services.requests import IncomingRequest
-from kvsp_services.stores.blocks import BlockFault, BlockTier, RangeDigests
+from kvsp_services.stores.blocks import BlockTier
+from kvsp_services.tier_jobs import TierJobs, block_done
 
 if TYPE_CHECKING:
     from kvsp_core.roles.engine import EngineCommand, EngineEvent
@@ -97,7 +97,7 @@ class Driver:
         self._loop = loop
         self._peers = peers
         self._committer = committer
-        self._tiers = dict(tiers or {})
+        self._jobs = TierJobs(tiers or {}, loop, self.handle, log)
         self._engine = engine
         self._pool = pool or BufferPool()
         self._observe = observe
@@ -115,7 +115,6 @@ class Driver:
         self._timer_ms: int | None = None
         """The deadline that the loop was last told."""
         self._buffers: dict[int, BlockBuffer] = {}
-        self._ranges = RangeDigests()
         self._inputs: deque[Input] = deque()
         self._of_engine: deque[tuple[Input, BlockBuffer | None]] = deque()
         """What the engine did, in order, with the buffer that each is done with; its thread adds to it."""
@@ -332,11 +331,14 @@ class Driver:
             case CancelCall(call_id=number):
                 if call := self._calls.get(number):
                     call.cancel()
-            case Store() | ReadBlock() | Load():
-                self._tier_job(effect)
-            case Drop(name=name, tier=tier):
-                if found := self._tiers.get(tier):
-                    self._in_tier(found, name, partial(found.drop, name))
+            case Store(buffer=number):
+                self._jobs.begin(effect, self._buffers[number])
+            case ReadBlock(buffer=number):
+                self._jobs.begin(effect, self._new_buffer(number))
+            case Load():
+                self._jobs.begin(effect, None)
+            case Drop():
+                self._jobs.drop(effect)
             case FreeBuffer(buffer=number):
                 if buffer := self._buffers.pop(number, None):
                     buffer.free()
@@ -391,49 +393,6 @@ class Driver:
             now_ms=self._loop.now_ms(),
         )
 
-    # Jobs of tiers
-
-    def _in_tier(self, tier: BlockTier, order: object, work: Callable[[], None]) -> None:
-        if tier.blocking:
-            self._loop.in_thread(order, work)
-        else:
-            work()
-
-    def _tier_job(self, effect: Store | ReadBlock | Load) -> None:
-        tier = self._tiers.get(effect.tier)
-        if tier is None:
-            self.handle(JobFailed(effect.job_id, JobFault.BROKEN))
-            return
-        buffer: BlockBuffer | None = None
-        if isinstance(effect, Store):
-            buffer = self._buffers[effect.buffer]
-            buffer.use()
-        elif isinstance(effect, ReadBlock):
-            buffer = self._new_buffer(effect.buffer)
-            buffer.use()
-        order = None if isinstance(effect, Load) else effect.name
-
-        def work() -> None:
-            try:
-                outcome: JobDone | JobFailed = _tier_work(effect, tier, buffer, self._ranges)
-            except BlockFault as fault:
-                outcome = JobFailed(effect.job_id, fault.fault)
-            except MemoryError:
-                outcome = JobFailed(effect.job_id, JobFault.BUSY)
-            except Exception:
-                outcome = JobFailed(effect.job_id, JobFault.BROKEN)
-            if tier.blocking:
-                self._loop.call_soon_threadsafe(partial(self._job_over, outcome, buffer))
-            else:
-                self._job_over(outcome, buffer)
-
-        self._in_tier(tier, order, work)
-
-    def _job_over(self, outcome: JobDone | JobFailed, buffer: BlockBuffer | None) -> None:
-        if buffer is not None:
-            buffer.free()
-        self.handle(outcome)
-
     # The engine
 
     def _command(self, command: EngineCommand) -> None:
@@ -476,7 +435,7 @@ class Driver:
             isinstance(command, engines.ExportBlock) and buffer is not None and not isinstance(result, bytes)
         ):
             buffer.fill_from_layers(result, block_tokens)
-            outcome = _done(job, buffer)
+            outcome = block_done(job, buffer)
         else:
             outcome = JobDone(job, data=result if isinstance(result, bytes) else b"")
         self._engine_did(outcome, buffer)
@@ -488,29 +447,3 @@ class Driver:
     def _take_engine(self) -> None:
         if self._of_engine:  # else an input from elsewhere has taken it along
             self._take_inputs()
-
-
-def _tier_work(
-    effect: Store | ReadBlock | Load, tier: BlockTier, buffer: BlockBuffer | None, ranges: RangeDigests
-) -> JobDone:
-    """Do what a role asked of a tier. Raises `BlockFault`."""
-    if isinstance(effect, Load):
-        return JobDone(effect.job_id, catalogue=tier.catalogue())
-    assert buffer is not None
-    if isinstance(effect, ReadBlock):
-        block, data = tier.read(effect.name, effect.layers, buffer.acquire)
-        layers, repr_digest = block.header.layers, block.repr_digest
-        if len(layers) < len(block.layer_digests):  # a part is a container of its own, with its own digest
-            repr_digest = ranges.of(block, data)
-        buffer.fill(block.header, data, block.layer_digests[layers.start : layers.stop], repr_digest)
-        return _done(effect.job_id, buffer)
-    if buffer.header is None:
-        raise BlockFault(JobFault.CORRUPT)
-    block = StoredBlock(effect.name, buffer.header, buffer.layer_digests, buffer.repr_digest)
-    if tier.store(block, buffer.data):
-        buffer.keep()
-    return JobDone(effect.job_id)
-
-
-def _done(job: int, buffer: BlockBuffer) -> JobDone:
-    return JobDone(job, buffer.header, buffer.layer_digests, buffer.repr_digest)

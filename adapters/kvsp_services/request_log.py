@@ -44,13 +44,13 @@ def request_id_of(traceparent: str | None) -> str | None:
 
 
 class RequestLog:
-    """Logs the requests and calls of one role.
+    """Logs the requests and calls of one role, and what its tiers fail at.
 
     With `everything`, all of them at level debug; at any level, as warnings, requests that the role could not
-    answer and calls that nobody did or that a policy refused. Of those there is no bound while a peer is away
-    or overloaded, so of one operation with one peer the first is a warning, and then one in 10 s, which says
-    how many were left out. What is refused for overload is counted (see the metrics), not logged: it would
-    make the load worse.
+    answer, calls that nobody did or that a policy refused, and jobs of a tier that does not work. Of those
+    there is no bound while a peer is away or overloaded, or a disk fails, so of one operation with one peer,
+    and of one error of a tier, the first is a warning, and then one in 10 s, which says how many were left
+    out. What is refused for overload is counted (see the metrics), not logged: it would make the load worse.
     """
 
     def __init__(self, role: str, *, everything: bool) -> None:
@@ -91,6 +91,15 @@ class RequestLog:
         if failure is not None:
             said["failure"] = failure
         self._say("call", failed, request, traceparent, said, now_ms)
+
+    def tier_failed(self, tier: str, error: BaseException, *, now_ms: int) -> None:
+        """Take note that a tier does not work."""
+        left_out = self._quiet.left_out((tier, type(error).__name__), now_ms)
+        if left_out is None:
+            return
+        said = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+        more = {"left_out": left_out} if left_out else {}
+        self._log.warning("tier failed", tier=tier, failure=said, **more)
 
     def _say(
         self,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NoReturn
 
 import httpx
 import pytest
@@ -18,15 +20,16 @@ import structlog
 from kvsp_core.heads import Request, Response, is_traceparent
 from kvsp_core.identity import Scope
 from kvsp_core.roles.front_end import Generate
-from kvsp_core.roles.role import CallFailed, RequestReceived, Respond
+from kvsp_core.roles.role import CallFailed, JobFailed, JobFault, ReadBlock, RequestReceived, Respond
 from kvsp_engines.prepare import prepare_tiny
 from kvsp_services.driver import Driver
 from kvsp_services.generations import Generations
 from kvsp_services.logs import configure_logs
 from kvsp_services.openai_api import Ended, Failed, GenerationEvent, GenerationRequest, Token
 from kvsp_services.request_log import MAX_KINDS, QUIET_MS, RequestLog, new_traceparent, request_id_of
+from kvsp_services.stores.blocks import BlockFault, BlockTier, MemoryTier
 from tests.adapters.services.cluster import OPERATOR, Cluster, free_ports, until
-from tests.adapters.services.test_driver import GET, PEER, TRACE, FakeExchange, World, call
+from tests.adapters.services.test_driver import GET, NAME, PEER, TRACE, FakeExchange, World, call
 from tests.adapters.services.test_openai_api import an_app
 
 LOOKUP = Request(method="POST", path="lookup", content_type="application/kvsp+json", content_length=9)
@@ -43,7 +46,7 @@ def restored() -> Iterator[None]:
 class Logged:
     """A driver whose role is a script, and the lines of its log."""
 
-    def __init__(self, *, everything: bool) -> None:
+    def __init__(self, *, everything: bool, tiers: Mapping[str, BlockTier] | None = None) -> None:
         self.output = io.StringIO()
         configure_logs("debug" if everything else "info", output=self.output)
         self.world = World()
@@ -52,6 +55,7 @@ class Logged:
             self.world.loop,
             self.world.peers,
             committer=self.world.committer,
+            tiers=tiers,
             log=RequestLog("index", everything=everything),
             failed=self.world.failures.append,
         )
@@ -105,6 +109,39 @@ def test_calls_are_lines_with_the_id_of_the_request_that_they_are_made_for() -> 
         {**common, "status": 200, "request_id": ID, "level": "debug"},
         {**common, "status": None, "failure": "no connection", "level": "warning"},
     ]
+
+
+class BrokenTier(MemoryTier):
+    """A tier on which nothing can be done, for a reason of the system or a mistake of the program."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(1000)
+        self.error = error
+
+    def read(self, *_: object) -> NoReturn:
+        try:
+            raise self.error
+        except OSError as error:
+            raise BlockFault(JobFault.BROKEN) from error
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.EROFS, "Read-only file system", "/blocks/secret"), "Read-only file system"),
+        (RuntimeError("a bug"), "a bug"),
+    ],
+)
+def test_why_a_tier_does_not_work_is_a_warning_and_not_one_for_each_block(
+    error: Exception, said: str
+) -> None:
+    logged = Logged(everything=False, tiers={"host": BrokenTier(error)})
+    for number, at_ms in ((1, 0), (2, QUIET_MS - 1), (3, QUIET_MS)):
+        logged.world.loop.time_ms = at_ms
+        logged.world.do(ReadBlock(number, number, NAME, "host"))
+    assert logged.world.role.told(JobFailed) == [JobFailed(n, JobFault.BROKEN) for n in (1, 2, 3)]
+    common = {"event": "tier failed", "role": "index", "tier": "host", "failure": said, "level": "warning"}
+    assert logged.lines == [common, {**common, "left_out": 1}]
 
 
 def test_a_call_that_a_policy_refuses_is_a_warning() -> None:
