@@ -43,13 +43,13 @@ from kvsp_h2.frames import (
     goaway,
     header_frames,
     rst_stream,
-    window_update,
 )
 from kvsp_h2.heads import HeadDecoder, HeadEncoder, ReceivedHead
 from kvsp_h2.limits import WireLimits
 from kvsp_h2.liveness import Liveness, Verdict
-from kvsp_h2.sending import DEFAULT_WINDOW, Sender
+from kvsp_h2.sending import Sender
 from kvsp_h2.state import start_protocol
+from kvsp_h2.windows import Windows
 
 __all__ = ["DRAIN_PING", "HIGHEST_STREAM", "Connection"]
 
@@ -88,17 +88,14 @@ class Connection:
         self._reader = FrameReader(self, limits)
         self._greeting = b""
         """What has not been said yet and goes before anything else."""
-        self._control = bytearray(self._h2.data_to_send())
-        if limits.connection_window_bytes > DEFAULT_WINDOW:
-            self._control += window_update(0, limits.connection_window_bytes - DEFAULT_WINDOW)
+        self._windows = Windows(limits)
+        self._control = bytearray(self._h2.data_to_send() + self._windows.first_update())
         self._events: deque[Event] = deque()
         self._exchanges: dict[int, Exchange] = {}
         self._past = Past()
         self._lingering = Lingering(limits.max_streams)
         self._opened_here = self._opened_there = 0
         """The highest streams that we and the peer have opened."""
-        self._window = limits.connection_window_bytes
-        self._credit = 0
         self._incoming: Exchange | None = None
         self._incoming_id = 0
         self._frame_ends = False
@@ -278,9 +275,7 @@ class Connection:
 
     def data_begins(self, stream_id: int, length: int, frame_length: int, ends: bool) -> None:
         """Check a DATA frame as it begins (RFC 9113, 6.1 and 6.9)."""
-        if frame_length > self._window:
-            raise Fault(ErrorCodes.FLOW_CONTROL_ERROR, "more octets than the window of the connection allows")
-        self._window -= frame_length
+        self._windows.take(frame_length)
         overhead = frame_length - length
         exchange = self._exchanges.get(stream_id)
         self._incoming, self._incoming_id, self._frame_ends = exchange, stream_id, ends
@@ -292,9 +287,7 @@ class Connection:
             return
         if not exchange.head_received:
             raise Fault(ErrorCodes.PROTOCOL_ERROR, "DATA before the head of its message")
-        if frame_length > exchange.window:
-            raise Fault(ErrorCodes.FLOW_CONTROL_ERROR, "more octets than the window of the stream allows")
-        exchange.window -= frame_length
+        self._windows.take_on_stream(exchange, frame_length)
         exchange.received += length
         expected = exchange.expected
         if expected is not None and (exchange.received > expected or (ends and exchange.received < expected)):
@@ -350,23 +343,7 @@ class Connection:
         self._events.append(BodyEnded(exchange.stream_id))
 
     def _give_credit(self, exchange: Exchange | None, count: int) -> None:
-        """Count octets dealt with; tell the peer once a quarter of a window has come together."""
-        self._credit += count
-        if self._credit * 4 >= self._limits.connection_window_bytes:
-            self._control += window_update(0, self._credit)
-            self._window += self._credit
-            self._credit = 0
-        if exchange is None or exchange.body_ended:
-            return
-        exchange.credit += count
-        if exchange.credit * 4 < self._limits.stream_window_bytes:
-            return
-        expected = exchange.expected
-        if expected is not None and expected - exchange.received <= exchange.window:
-            return
-        self._control += window_update(exchange.stream_id, exchange.credit)
-        exchange.window += exchange.credit
-        exchange.credit = 0
+        self._control += self._windows.give_back(exchange, count)
 
     # Other frames that come in ---------------------------------------------------------------------------
 
@@ -650,13 +627,6 @@ class Connection:
             self._look_at_exchanges(now_ms)
             self._look_for_life(now_ms)
         self._collect()
-
-    def _linger(self, exchange: Exchange) -> None:
-        """Let a client that still sends take note of its answer: some drop it when they are cut off at
-        once."""
-        exchange.was_reset = True
-        self._lingering.add(exchange.stream_id, self._now_ms + self._limits.linger_ms)
-        self._cut_off(self._now_ms)
 
     def _cut_off(self, now_ms: int) -> None:
         """Reset the streams that have lingered long enough (RFC 9113, 8.1)."""

@@ -254,8 +254,10 @@ class ServerConnection(Connection):
 
     def _finish_answer(self, exchange: Exchange) -> None:
         """End an exchange that is answered, even where its client is still sending."""
-        if not exchange.body_ended:
-            self._linger(exchange)
+        if not exchange.body_ended:  # some drop their answer when they are cut off at once
+            exchange.was_reset = True
+            self._lingering.add(exchange.stream_id, self._now_ms + self._limits.linger_ms)
+            self._cut_off(self._now_ms)
         self._finish(exchange, complete=True)
 
     def _begin_drain(self) -> None:

@@ -183,7 +183,7 @@ def _check_windows(end: Connection) -> None:
     reader, limits = end._reader, end._limits
     if reader.data_left or end.ended:
         return
-    lost = limits.connection_window_bytes - end._window - end._credit
+    lost = limits.connection_window_bytes - end._windows.left - end._windows.credit
     for exchange in end._exchanges.values():
         lost -= exchange.unacknowledged
         if not exchange.body_ended:

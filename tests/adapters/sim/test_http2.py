@@ -194,7 +194,7 @@ def test_a_window_that_loses_octets_is_found(of_stream: bool) -> None:
     if of_stream:
         client._exchanges[stream_id].window -= 1
     else:
-        client._window -= 1
+        client._windows.left -= 1
     with pytest.raises(Violation, match=r"windows_lose_nothing: .* lost 1 octets"):
         client.receive_data(frame(0, 0, stream_id, b"6"), 0)
 
