@@ -9,8 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsp_h2 import ClientConnection, ConnectionEnded, ExchangeEnded, RequestReceived, ServerConnection
-from kvsp_h2.frames import PREFACE
-from tests.adapters.h2.pair import BASE_URI, GET, End, Raw, block, frame, headers, ok, request_block, settings
+from kvsp_h2.frames import DATA, HEADERS, PREFACE, RST_STREAM
+from tests.adapters.h2.pair import (
+    BASE_URI,
+    GET,
+    End,
+    Pair,
+    Raw,
+    block,
+    frame,
+    headers,
+    ok,
+    read_frames,
+    request_block,
+    settings,
+)
 
 SIZE = 300_000
 changes = st.lists(
@@ -22,6 +35,22 @@ changes = st.lists(
     ),
     max_size=25,
 )
+
+
+@pytest.mark.requirement("HT-3")
+@pytest.mark.parametrize("by_peer", [True, False])
+def test_nothing_of_a_body_follows_the_end_of_its_exchange(by_peer: bool) -> None:
+    pair = Pair()
+    stream_id = pair.exchange(GET)
+    pair.serving.respond(stream_id, ok(SIZE * 3), bytes(SIZE * 3))
+    begun = read_frames(pair.serving.data_to_send())
+    assert {kind for kind, *_ in begun} == {DATA, HEADERS}, "and more waits"
+    if by_peer:
+        pair.serving.receive_data(frame(RST_STREAM, 0, stream_id, bytes(4)), 0)
+    else:
+        pair.serving.reset(stream_id)
+    rest = read_frames(pair.serving.data_to_send())
+    assert DATA not in {kind for kind, *_ in rest}
 
 
 @pytest.mark.requirement("HT-3")
