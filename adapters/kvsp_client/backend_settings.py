@@ -15,6 +15,7 @@ from kvsp_client.memory import Sections
 from kvsp_client.model_dir import descriptor_of_directory
 from kvsp_client.object_names import named_descriptor
 from kvsp_client.settings import ClientSettings
+from kvsp_client.store import StoreResult
 from kvsp_client.typed import Count, typed
 from kvsp_core.errors import KVSPError, LocalProtocolError
 from kvsp_core.identity import CompatibilityDescriptor, parse_base_uri
@@ -107,6 +108,10 @@ class Backend:
             index=settings.index,
             settings=ClientSettings(call_timeout_ms=settings.timeout_ms),
         )
+
+    def store(self, keys: PrefixKeys, sections: Sections) -> StoreResult:
+        """Store blocks at the cache server within `timeout_ms`."""
+        return self.client.store(self.cache_server, keys, sections, deadline_ms=self.timeout_ms)
 
     def load(self, keys: PrefixKeys, sections: Sections) -> int:
         """Find and fetch blocks within `timeout_ms` in all; return how many leading ones have come."""

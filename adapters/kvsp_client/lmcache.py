@@ -113,12 +113,7 @@ class KVSPL2Adapter(L2AdapterInterface):
         if names is None or octets is None:
             return L2StoreResult(False, 0)
         try:
-            result = self._backend.client.store(
-                self._backend.cache_server,
-                names,
-                lambda block, layer: self._sections(octets[block], layer),
-                deadline_ms=self._backend.timeout_ms,
-            )
+            result = self._backend.store(names, lambda block, layer: self._sections(octets[block], layer))
         except ClientError:
             return L2StoreResult(False, 0)
         if result.complete:

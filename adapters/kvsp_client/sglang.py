@@ -169,12 +169,7 @@ class KVSPStorage(HiCacheStorage):
 
         def store() -> list[bool]:
             assert self._backend is not None
-            result = self._backend.client.store(
-                self._backend.cache_server,
-                self._keys(keys),
-                self._sections(host_indices, len(keys)),
-                deadline_ms=self._backend.timeout_ms,
-            )
+            result = self._backend.store(self._keys(keys), self._sections(host_indices, len(keys)))
             failed = {block for block, _ in result.failed}
             return [number not in failed for number in range(len(keys))]
 

@@ -46,6 +46,7 @@ from kvsp_h2.heads import ReceivedHead
 from kvsp_h2.limits import WireLimits
 
 __all__ = [
+    "WANTS_HTTP2",
     "BodyEnded",
     "ClientConnection",
     "ConnectionEnded",
@@ -79,7 +80,7 @@ def http1_refusal(status: str, text: str) -> bytes:
     ).encode("ascii")
 
 
-_OTHER_PROTOCOL: Final = http1_refusal("505 HTTP Version Not Supported", "This service speaks HTTP/2.")
+WANTS_HTTP2: Final = http1_refusal("505 HTTP Version Not Supported", "This service speaks HTTP/2.")
 
 
 class _Asked(NamedTuple):
@@ -178,7 +179,7 @@ class ServerConnection(Connection):
             if text[:3] != b"PRI" and text[:1].isalpha():
                 self._stopped = True
                 self._greeting = b""
-                self._control += _OTHER_PROTOCOL
+                self._control += WANTS_HTTP2
             raise Fault(ErrorCodes.PROTOCOL_ERROR, "the client does not speak HTTP/2")
         self._preface = self._preface[count:]
         if not self._preface:

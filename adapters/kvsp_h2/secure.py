@@ -9,7 +9,7 @@ from typing import Final, Generic, TypeVar
 
 from kvsp_h2.connection import Connection
 from kvsp_h2.events import ConnectionEnded, Established, Event
-from kvsp_h2.http2 import ClientConnection, ServerConnection, http1_refusal
+from kvsp_h2.http2 import WANTS_HTTP2, ClientConnection, ServerConnection, http1_refusal
 from kvsp_h2.limits import WireLimits
 from kvsp_h2.tls import Credentials, Peer, TLSConnection, TLSFailure
 
@@ -20,7 +20,6 @@ HTTP = TypeVar("HTTP", bound=Connection)
 SCRATCH_BYTES: Final = 256 << 10
 """Memory for octets just decrypted: more would not fit into a processor's cache, less means more events."""
 
-_WANTS_HTTP2: Final = http1_refusal("505 HTTP Version Not Supported", "This service speaks HTTP/2.")
 _WANTS_TLS: Final = http1_refusal("400 Bad Request", "This service wants TLS 1.3.")
 
 _NOTHING: Final = memoryview(b"")
@@ -187,7 +186,7 @@ class SecureConnection(Generic[HTTP]):
         assert peer is not None
         if not self._tls.speaks_http2:
             if self._is_server:
-                self._tls.write(_WANTS_HTTP2)
+                self._tls.write(WANTS_HTTP2)
             raise TLSFailure("it does not speak HTTP/2")
         self.http = self._begin(now_ms)
         if self._tls.valid_ms is not None:

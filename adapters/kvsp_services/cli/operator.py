@@ -80,18 +80,18 @@ def status(credentials: Credentials, controller: str, as_json: bool) -> None:
         show_table(INSTANCE_HEADS, map(instance_row, listing.instances))
 
 
-@click.command()
+@click.command(short_help="Show the sessions of a controller.")
 @controller_option
 @as_json_option
 @with_credentials
 def sessions(credentials: Credentials, controller: str, as_json: bool) -> None:
-    """Show the sessions of a controller."""
+    """Show the sessions of a controller, and how many tokens of each output it has recorded."""
     listing = ask_for(SessionListing, credentials, controller, ListSessions())
     if as_json:
         show_json(listing)
         return
     rows = [(s.session, s.state, s.epoch, s.instance or "-", s.output_offset) for s in listing.sessions]
-    show_table(("session", "state", "epoch", "instance", "tokens"), rows)
+    show_table(("session", "state", "epoch", "instance", "recorded"), rows)
 
 
 def _change(credentials: Credentials, controller: str, instance: str, state: str, as_json: bool) -> None:

@@ -50,6 +50,8 @@ def test_an_empty_cluster_is_shown(capfd: pytest.CaptureFixture[str], cluster: C
     assert (status, said.split()[:3]) == (0, ["instance", "state", "epoch"])
     status, said, _ = kvsp(capfd, cluster, "sessions", "--controller", cluster.uris["controller"], "--json")
     assert (status, json.loads(said)) == (0, {"sessions": []})
+    status, said, _ = kvsp(capfd, cluster, "sessions", "--controller", cluster.uris["controller"])
+    assert (status, said.split()) == (0, ["session", "state", "epoch", "instance", "recorded"])
     status, said, _ = kvsp(capfd, cluster, "index", "--index", cluster.uris["index"])
     assert (status, said.splitlines()[-1].split()[:2]) == (0, ["0", "records"])
 
