@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 import attrs
@@ -47,6 +47,7 @@ from kvsp_services.ports import Incoming
 from kvsp_services.request_log import new_traceparent
 
 if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span, Tracer
 
 __all__ = ["Exporting", "TracedDriver", "Traces", "open_traces"]
@@ -242,26 +243,18 @@ class TracedDriver(Driver):
         super()._execute(self._traces.call_begun(effect, cause) if isinstance(effect, Call) else effect)
 
 
-class Exporting(Protocol):
+class Exporting:
     """Where the spans of a process go."""
 
-    def of_role(self, role: str) -> Traces:
-        """Return the traces of a role."""
-        ...
-
-    def close(self) -> None:
-        """Send what is left; blocks, for a bounded time."""
-        ...
-
-
-class _Provided:
-    def __init__(self, provider: Any) -> None:
+    def __init__(self, provider: TracerProvider) -> None:
         self._provider = provider
 
     def of_role(self, role: str) -> Traces:
+        """Return the traces of a role."""
         return Traces(self._provider.get_tracer("kvsp"), role)
 
     def close(self) -> None:
+        """Send what is left; blocks, for a bounded time."""
         self._provider.shutdown()
 
 
@@ -295,4 +288,4 @@ def open_traces(environment: Mapping[str, str] = os.environ) -> Exporting | None
     name = environment.get("OTEL_SERVICE_NAME") or "kvsp"
     provider = TracerProvider(resource=Resource.create({"service.name": name}), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(made))
-    return _Provided(provider)
+    return Exporting(provider)
