@@ -142,6 +142,7 @@ def test_what_a_server_that_goes_away_has_not_acted_on_is_sent_again(
     assert [type(event) for event in caller.told].count(ResponseReceived) == 1
 
 
+@pytest.mark.requirement("HT-3")
 @pytest.mark.parametrize(
     "left", [frame(7, 0, 0, bytes(8)), frame(3, 0, 1, b"\0\0\0\7")], ids=["GOAWAY", "REFUSED_STREAM"]
 )
