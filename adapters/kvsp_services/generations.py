@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import anyio
 import structlog
-from anyio.abc import SocketAttribute, SocketListener
 from anyio.streams.memory import MemoryObjectSendStream
 
-from kvsp_core.errors import KVSPError
 from kvsp_core.heads import is_traceparent
 from kvsp_core.records import Sampler
 from kvsp_core.roles import front_end as roles
 from kvsp_services.driver import Driver
-from kvsp_services.http1 import HttpServer, connections_allowed
 from kvsp_services.logs import REQUEST_ID
 from kvsp_services.openai_api import Ended, Failed, GenerationEvent, GenerationRequest, Started, Token
 from kvsp_services.request_log import OVERLOADED, new_traceparent, request_id_of
 
-__all__ = ["Generations", "serve_api"]
+__all__ = ["Generations"]
 
 _GIVEN_UP: Final = "given up"
-_WAITING_CONNECTIONS: Final = 128
-"""Connections to the API that the system keeps until they are accepted."""
 
 
 class Generations:
@@ -163,29 +158,3 @@ class _Counted:
         """Take note that no more events are wanted."""
         if self.outcome == _GIVEN_UP:
             self.outcome = "stop"
-
-
-async def serve_api(
-    app: Any,
-    *,
-    host: str,
-    port: int,
-    listening: Callable[[int], None],
-    stopping: Callable[[], Awaitable[Any]],
-) -> None:
-    """Serve an application until `stopping` returns, in plain HTTP. Raises `KVSPError` where it cannot.
-
-    `listening` is told the port once connections are taken.
-    """
-    try:
-        opened = await anyio.create_tcp_listener(
-            local_host=host or None, local_port=port, backlog=_WAITING_CONNECTIONS, reuse_port=False
-        )
-    except OSError as error:
-        raise KVSPError(
-            f"[front_end]: the API cannot listen on {host}:{port}: {error.strerror or error};"
-            " stop what listens there, or set api_port"
-        ) from None
-    listeners = cast("Sequence[SocketListener]", opened.listeners)
-    listening(opened.extra(SocketAttribute.local_port))
-    await HttpServer(app, connections=connections_allowed()).serve(listeners, stopping)

@@ -1,4 +1,5 @@
-"""HTTP/1.1 without TLS, for the API of a front end: requests to an application, and answers back.
+"""HTTP/1.1 without TLS, for the API of a front end and for monitoring: requests to an application, and
+answers back.
 
 Whatever a client sends costs its own connection at most. How many there are is bounded: beyond that the one
 that has been without a request for longest is closed, and a request beyond those that may be under way is
@@ -11,18 +12,20 @@ import resource
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from email.utils import formatdate
-from typing import Any, Final
+from ipaddress import ip_address
+from typing import Any, Final, cast
 from urllib.parse import unquote, urlsplit
 
 import anyio
 import h11
 import structlog
-from anyio.abc import SocketListener, SocketStream, TaskGroup
+from anyio.abc import SocketAttribute, SocketListener, SocketStream, TaskGroup
 from starlette.types import ASGIApp, Message, Scope
 
+from kvsp_core.errors import LocalProtocolError
 from kvsp_services.openai_requests import Refusal
 
-__all__ = ["HttpServer", "connections_allowed"]
+__all__ = ["connections_allowed", "serve"]
 
 IDLE_S: Final = 5.0
 """How long a connection may be without a whole head of a request; then it is closed."""
@@ -34,14 +37,19 @@ when they are cut off at once."""
 _GRACE_S: Final = 3.0
 """How long answers may take to end once the server is to stop."""
 _MAX_CONNECTIONS: Final = 8192
+_WAITING_CONNECTIONS: Final = 128
+"""Connections that the system keeps until they are accepted."""
 _PIECE_BYTES: Final = 64 << 10
 """Octets that are read, and sent, at a time."""
 _AGAIN_S: Final = 0.05
 """Time until accepting is tried again where it failed, as without descriptors."""
 _GONE: Final = (OSError, anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError)
 """What comes of a connection whose client is not there any more."""
-_BUSY: Final = "the front end answers as many requests as it can; ask again"
+_BUSY: Final = "this server answers as many requests as it can; ask again"
 _MALFORMED: Final = "this is no request of HTTP/1.1"
+_CALLED_OTHERWISE: Final = (
+    "this server is for its own machine, and is not called so; ask for localhost or 127.0.0.1"
+)
 
 
 def connections_allowed() -> int:
@@ -51,13 +59,44 @@ def connections_allowed() -> int:
     return _MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(_MAX_CONNECTIONS, files * 3 // 4)
 
 
-class HttpServer:
-    """Serves an application of the ASGI kind. `connections` may be open at a time; seven eighths of them may
-    have a request under way.
+async def serve(
+    app: ASGIApp,
+    *,
+    host: str,
+    port: int,
+    key: str,
+    listening: Callable[[int], None],
+    stopping: Callable[[], Awaitable[Any]],
+    connections: int | None = None,
+) -> None:
+    """Serve an application of the ASGI kind until `stopping` returns.
+
+    `listening` is told the port once connections are taken; `key` is that of the port in the configuration.
+    `connections` may be open at a time, by default `connections_allowed`. Raises `LocalProtocolError` where
+    it cannot listen.
+    """
+    try:
+        opened = await anyio.create_tcp_listener(
+            local_host=host or None, local_port=port, backlog=_WAITING_CONNECTIONS, reuse_port=False
+        )
+    except OSError as error:
+        raise LocalProtocolError(
+            f"{key}: cannot listen on {host}:{port}: {error.strerror or error};"
+            f" stop what listens there, or set {key}"
+        ) from None
+    listeners = cast("Sequence[SocketListener]", opened.listeners)
+    listening(opened.extra(SocketAttribute.local_port))
+    await _Server(app, host, connections or connections_allowed()).serve(listeners, stopping)
+
+
+class _Server:
+    """Serves an application that is configured to listen on `host`. `connections` may be open at a time;
+    seven eighths of them may have a request under way.
     """
 
-    def __init__(self, app: ASGIApp, *, connections: int) -> None:
+    def __init__(self, app: ASGIApp, host: str, connections: int) -> None:
         self.app = app
+        self.host = host
         self._connections = connections
         self._requests = max(1, connections * 7 // 8)
         self._idle: dict[_Connection, None] = {}  # in the order in which they became so
@@ -80,6 +119,7 @@ class HttpServer:
             tasks.cancel_scope.deadline = anyio.current_time() + _GRACE_S
 
     async def _accept(self, listener: SocketListener, tasks: TaskGroup) -> None:
+        local = ip_address(listener.extra(SocketAttribute.local_address)[0]).is_loopback
         async with listener:
             while True:
                 try:
@@ -87,10 +127,10 @@ class HttpServer:
                 except _GONE:  # or no descriptor is left
                     await anyio.sleep(_AGAIN_S)
                 else:
-                    tasks.start_soon(self._connected, stream)
+                    tasks.start_soon(self._connected, stream, local)
 
-    async def _connected(self, stream: SocketStream) -> None:
-        connection = _Connection(self, stream)
+    async def _connected(self, stream: SocketStream, local: bool) -> None:
+        connection = _Connection(self, stream, local)
         self._idle[connection] = None
         if len(self._idle) + self._busy > self._connections:
             oldest = next(iter(self._idle))
@@ -103,7 +143,7 @@ class HttpServer:
                 with anyio.CancelScope(shield=True), suppress(*_GONE):
                     await stream.aclose()
         except Exception as error:
-            structlog.get_logger().error("API connection failed", error=type(error).__name__)
+            structlog.get_logger().error("HTTP connection failed", error=type(error).__name__)
         finally:
             self._idle.pop(connection, None)
 
@@ -120,11 +160,12 @@ class HttpServer:
 
 
 class _Connection:
-    """One connection: requests one after the other."""
+    """One connection: requests one after the other. It is `local` where it came to the loopback interface."""
 
-    def __init__(self, server: HttpServer, stream: SocketStream) -> None:
+    def __init__(self, server: _Server, stream: SocketStream, local: bool) -> None:
         self._server = server
         self._stream = stream
+        self._local = local
         self._scope = anyio.CancelScope()
         self.http = h11.Connection(h11.SERVER)
         self.gone = False
@@ -166,6 +207,8 @@ class _Connection:
             scope = _scope_of(request)
             exchange = _Exchange(self, scope["method"], close=not may or self._server.stopping)
             app = self._server.app if may else _refusal(503, _BUSY)
+            if self._local and not _is_called(request, self._server.host):
+                app = _refusal(421, _CALLED_OTHERWISE)
             await app(scope, exchange.receive, exchange.send)
             if exchange.fault is not None and not self.gone:
                 raise exchange.fault
@@ -287,6 +330,22 @@ def _refusal(status: int, detail: str) -> Any:
     if status == 503:
         response.headers["retry-after"] = "1"
     return response
+
+
+def _is_called(request: h11.Request, name: str) -> bool:
+    """Return whether a request, where it says whom it is for, names an address, localhost or this name.
+
+    A page of a foreign site may have its own name lead to this machine, for which a browser takes all that
+    is here for that site's.
+    """
+    for field in (value.decode("latin-1") for key, value in request.headers if key == b"host"):
+        try:
+            host = (urlsplit(f"//{field}").hostname or "").removesuffix(".")
+            if host not in ("localhost", name.lower()):
+                ip_address(host)
+        except ValueError:
+            return False
+    return True
 
 
 def _scope_of(request: h11.Request) -> Scope:

@@ -6,46 +6,32 @@ for whom. It runs in a thread, so it also answers while the loop is busy, and sa
 
 from __future__ import annotations
 
-import sys
-import threading
-import time
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Final
+from contextlib import ExitStack
+from typing import Final
 
-import structlog
+import anyio
+from anyio.abc import TaskStatus
+from anyio.from_thread import start_blocking_portal
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvsp_core.errors import LocalProtocolError
+from kvsp_services import http1
 from kvsp_services.metrics import Metrics
 
 __all__ = ["MonitoringServer"]
 
 _TEXT: Final = "text/plain; charset=utf-8"
 _METRICS: Final = "text/plain; version=0.0.4; charset=utf-8"
-_REQUEST_TIMEOUT_S: Final = 5
-_AGAIN_S: Final = 0.05
-
-
-class _Server(ThreadingHTTPServer):
-    def get_request(self) -> tuple[Any, Any]:
-        """Accept a connection; where that fails, as without descriptors, it is not tried again at once."""
-        try:
-            return super().get_request()
-        except OSError:
-            time.sleep(_AGAIN_S)
-            raise
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Say nothing of clients that go away, and of anything else one line."""
-        error = sys.exception()
-        if not isinstance(error, OSError):
-            structlog.get_logger().error("monitoring failed", error=type(error).__name__)
+_METHODS: Final = ("GET", "HEAD")
+_CONNECTIONS: Final = 64
+"""How many may be open at a time."""
 
 
 class MonitoringServer:
     """Serves until it is closed. `port` 0 takes a free one; the attribute `port` says which.
 
-    `alive` and `ready` return None, or in a few words why not: they are called in the server's threads.
+    `alive` and `ready` return None, or in a few words why not: they are called in the server's thread.
     Raises `LocalProtocolError` where the port is taken.
     """
 
@@ -68,45 +54,39 @@ class MonitoringServer:
             "/metrics": lambda: (200, _METRICS, metrics.exposition()),
         }
 
-        class Handler(BaseHTTPRequestHandler):
-            timeout = _REQUEST_TIMEOUT_S
-            server_version = "kvsp"
-            sys_version = ""
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            headers = {"cache-control": "no-store"}
+            if (page := pages.get(scope["path"])) is None:
+                status, kind, body = 404, _TEXT, f"try {', '.join(pages)}\n".encode()
+            elif scope["method"] in _METHODS:
+                status, kind, body = page()
+            else:
+                status, kind, body = 405, _TEXT, b"ask with GET\n"
+                headers["allow"] = ", ".join(_METHODS)
+            await Response(body, status, headers, kind)(scope, receive, send)
 
-            def do_GET(self) -> None:
-                page = pages.get(self.path.partition("?")[0])
-                status, kind, body = page() if page else (404, _TEXT, f"try {', '.join(pages)}\n".encode())
-                self.send_response(status)
-                self.send_header("Content-Type", kind)
-                self.send_header("Content-Length", str(len(body)))
-                self.send_header("Cache-Control", "no-store")
-                self.end_headers()
-                if self.command != "HEAD":
-                    self.wfile.write(body)
-
-            do_HEAD = do_GET
-
-            def log_message(self, format: str, *arguments: object) -> None:
-                """Log nothing: every scrape would be a line."""
-
+        self._open = ExitStack()
+        portal = self._open.enter_context(start_blocking_portal(name="kvsp-monitoring"))
         try:
-            self._server = _Server((host, port), Handler)
-        except OSError as error:
-            raise LocalProtocolError(
-                f"monitoring on {host}:{port}: {error.strerror}; choose another port under [monitoring]"
-            ) from None
-        self._server.daemon_threads = True
-        self.port: int = self._server.server_address[1]
-        self._thread = threading.Thread(
-            target=self._server.serve_forever,
-            kwargs={"poll_interval": 0.1},
-            name="kvsp-monitoring",
-            daemon=True,
-        )
-        self._thread.start()
+            self._serving, port = portal.start_task(_serve, app, host, port)
+        except BaseException:
+            self._open.close()
+            raise
+        self.port: int = port
 
     def close(self) -> None:
         """Stop serving."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._serving.cancel()
+        self._open.close()
+
+
+async def _serve(app: ASGIApp, host: str, port: int, *, task_status: TaskStatus[int]) -> None:
+    await http1.serve(
+        app,
+        host=host,
+        port=port,
+        key="monitoring.port",
+        listening=task_status.started,
+        stopping=anyio.sleep_forever,
+        connections=_CONNECTIONS,
+    )

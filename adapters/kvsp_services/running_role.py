@@ -17,6 +17,7 @@ from kvsp_core.errors import KVSPError
 from kvsp_core.roles.instance import Instance
 from kvsp_core.roles.role import BlockName, Effect, Role
 from kvsp_h2 import Credentials
+from kvsp_services import http1
 from kvsp_services.assembly import (
     Materials,
     make_role,
@@ -33,7 +34,7 @@ from kvsp_services.config import (
 from kvsp_services.driver import Driver
 from kvsp_services.engine_port import ThreadedEngine, numpy_engine
 from kvsp_services.epochs import next_epoch
-from kvsp_services.generations import Generations, serve_api
+from kvsp_services.generations import Generations
 from kvsp_services.logs import REQUEST_ID
 from kvsp_services.openai_api import make_app
 from kvsp_services.pki import check_certificate
@@ -226,10 +227,11 @@ class RunningRole:
             self._api_listens()
             self._log.info("API listening", host=section.api_host, port=port)
 
-        await serve_api(
+        await http1.serve(
             app,
             host=section.api_host,
             port=section.api_port,
+            key="front_end.api_port",
             listening=listening,
             stopping=process.stopping.wait,
         )

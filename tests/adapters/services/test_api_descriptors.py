@@ -13,7 +13,7 @@ DESCRIPTORS = 64
 PROGRAM = f"""
 import os, resource, sys
 import anyio
-from kvsp_services.generations import serve_api
+from kvsp_services import http1
 
 taken = []
 
@@ -29,10 +29,11 @@ async def app(scope, receive, send):
     await send({{"type": "http.response.body", "body": b"ok"}})
 
 async def main():
-    await serve_api(
+    await http1.serve(
         app,
         host="127.0.0.1",
         port=0,
+        key="front_end.api_port",
         listening=lambda port: print(port, flush=True),
         stopping=anyio.Event().wait,
     )
@@ -59,7 +60,7 @@ def connect(port: int) -> socket.socket:
 
 
 def answered(client: socket.socket, path: str = "/") -> bool:
-    client.sendall(f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+    client.sendall(f"GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
     said = b""
     while not said.endswith(b"\r\n\r\nok") and (more := client.recv(1000)):
         said += more
@@ -82,7 +83,7 @@ def test_the_api_answers_again_after_it_had_no_descriptor_left(port: int) -> Non
     with connect(port) as client, connect(port) as other:
         assert answered(client, "/take")
         with connect(port) as late:
-            late.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            late.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
             assert answered(other)
             assert answered(client, "/give")
             assert late.recv(12) == b"HTTP/1.1 200"

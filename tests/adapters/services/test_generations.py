@@ -18,7 +18,8 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from kvsp_core.errors import KVSPError
-from kvsp_services.generations import Generations, serve_api
+from kvsp_services import http1
+from kvsp_services.generations import Generations
 from kvsp_services.metrics import Metrics
 from kvsp_services.openai_api import Failed, GenerationEvent, GenerationRequest
 from kvsp_services.running_role import MAX_REBUILDS, RunningRole
@@ -37,7 +38,15 @@ def test_it_listens_until_it_is_to_stop(backend: str) -> None:
             ports.append(port)
             listening.set()
 
-        serve = partial(serve_api, APP, host="127.0.0.1", port=0, listening=listens, stopping=stopping.wait)
+        serve = partial(
+            http1.serve,
+            APP,
+            host="127.0.0.1",
+            port=0,
+            key="front_end.api_port",
+            listening=listens,
+            stopping=stopping.wait,
+        )
         async with anyio.create_task_group() as tasks, httpx.AsyncClient() as client:
             tasks.start_soon(serve)
             with anyio.fail_after(60):
@@ -54,15 +63,16 @@ def test_a_port_that_is_taken_is_one_line(backend: str) -> None:
         port = taken.getsockname()[1]
         said: list[int] = []
         serve = partial(
-            serve_api,
+            http1.serve,
             APP,
             host="127.0.0.1",
             port=port,
+            key="front_end.api_port",
             listening=said.append,
             stopping=anyio.sleep_forever,
         )
         with pytest.raises(
-            KVSPError, match=rf"cannot listen on 127.0.0.1:{port}: Address already in use; stop"
+            KVSPError, match=rf"api_port: cannot listen on 127.0.0.1:{port}: Address already in use; stop"
         ):
             anyio.run(serve, backend=backend)
         assert not said

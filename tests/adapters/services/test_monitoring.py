@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import socket
 import struct
 import threading
-import time
 from collections.abc import Iterator
-from http.server import ThreadingHTTPServer
-from typing import Any
+from contextlib import ExitStack
 
 import httpx
 import pytest
@@ -58,50 +55,48 @@ def test_anything_else_is_not_found_and_says_what_is(process: Process) -> None:
     answer = process.get("/secrets")
     assert answer.status_code == 404
     assert "/ready" in answer.text
-    assert httpx.post(f"http://127.0.0.1:{process.server.port}/ready").status_code == 501
+    assert httpx.post(f"http://127.0.0.1:{process.server.port}/ready").status_code == 405
     head = httpx.head(f"http://127.0.0.1:{process.server.port}/ready")
     assert (head.status_code, head.text) == (200, "")
 
 
-def test_a_client_that_goes_away_is_not_worth_a_line(
+def test_clients_that_go_away_are_not_worth_a_line(
     process: Process, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def answering() -> list[threading.Thread]:
-        found = [each for each in threading.enumerate() if "process_request_thread" in each.name]
-        return [each for each in found if each.is_alive()]
-
-    with socket.create_connection(("127.0.0.1", process.server.port)) as client:
-        client.sendall(b"GET /metrics HTTP/1.1\r\n")
-        while not answering():
-            pass
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
-    for thread in answering():
-        thread.join()
+    for said in (b"GET /metrics HTTP/1.1\r\n", b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n"):
+        with socket.create_connection(("127.0.0.1", process.server.port)) as client:
+            client.sendall(said)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+    assert process.get("/ready").status_code == 200
+    process.server.close()
     assert capfd.readouterr() == ("", "")
 
 
-def test_without_descriptors_it_waits_before_it_tries_again(
-    process: Process, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It would take the processor from the roles meanwhile: the connection stays there to be accepted."""
-    paused, accept = threading.Event(), ThreadingHTTPServer.get_request
+def test_slow_clients_take_no_thread_each_and_keep_nobody_out(process: Process) -> None:
+    assert process.get("/ready").status_code == 200
+    threads = threading.active_count()
+    with ExitStack() as opened:
+        for _ in range(200):
+            client = socket.create_connection(("127.0.0.1", process.server.port), timeout=60)
+            opened.enter_context(client).sendall(b"GET /ready HTTP/1.1\r\n")
+        assert process.get("/ready").text == "ok\n"
+        assert threading.active_count() == threads
 
-    def fail(server: ThreadingHTTPServer) -> Any:
-        raise OSError(errno.EMFILE, "Too many open files")
 
-    def pause(seconds: float) -> None:
-        monkeypatch.setattr(ThreadingHTTPServer, "get_request", accept)
-        paused.set()
+def test_it_stops_though_a_client_has_not_said_all(process: Process) -> None:
+    with socket.create_connection(("127.0.0.1", process.server.port), timeout=60) as client:
+        client.sendall(b"GET /ready HTTP/1.1\r\n")
+        assert process.get("/ready").status_code == 200
+        process.server.close()
+        assert client.recv(1) == b""
 
-    monkeypatch.setattr(ThreadingHTTPServer, "get_request", fail)
-    monkeypatch.setattr(time, "sleep", pause)
-    with socket.create_connection(("127.0.0.1", process.server.port)) as client:
-        assert paused.wait(60)
-        client.sendall(b"GET /ready HTTP/1.0\r\n\r\n")
-        assert client.recv(12) == b"HTTP/1.0 200"
+
+def test_a_page_of_a_foreign_site_that_leads_its_name_here_reads_nothing(process: Process) -> None:
+    uri = f"http://127.0.0.1:{process.server.port}/metrics"
+    assert httpx.get(uri, headers={"host": "foreign.example"}).status_code == 421
 
 
 def test_a_port_that_is_taken_is_said_in_one_line(process: Process) -> None:
-    with pytest.raises(LocalProtocolError, match="choose another port") as caught:
+    with pytest.raises(LocalProtocolError, match="or set monitoring.port") as caught:
         MonitoringServer(process.metrics, alive=lambda: None, ready=lambda: None, port=process.server.port)
     assert "\n" not in str(caught.value)

@@ -16,8 +16,7 @@ import pytest
 from anyio.abc import SocketAttribute, SocketStream
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvsp_services import generations, http1, openai_api
-from kvsp_services.generations import serve_api
+from kvsp_services import http1, openai_api
 from kvsp_services.openai_api import Ended, GenerationEvent, GenerationRequest, Started, Token
 from tests.adapters.services.test_openai_api import an_app
 
@@ -73,7 +72,7 @@ class Connection:
         """Make a request; return the status and what the body holds."""
         if self.http.our_state is h11.DONE:
             self.http.start_next_cycle()
-        fields = {"host": "x", "content-length": str(len(body))} | headers
+        fields = {"host": "localhost", "content-length": str(len(body))} | headers
         if "transfer-encoding" in fields:
             del fields["content-length"]
         octets = self.http.send(h11.Request(method=method, target=path, headers=list(fields.items()))) or b""
@@ -119,11 +118,16 @@ def body(**members: Any) -> bytes:
 
 
 def post(octets: bytes, path: str = "/v1/completions", more: str = "") -> bytes:
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n{more}"
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n{more}"
     return f"{head}content-length: {len(octets)}\r\n\r\n".encode() + octets
 
 
-def play(loop: str, scenario: Callable[[Api], Awaitable[None]], app: ASGIApp | None = None) -> None:
+def play(
+    loop: str,
+    scenario: Callable[[Api], Awaitable[None]],
+    app: ASGIApp | None = None,
+    host: str = "127.0.0.1",
+) -> None:
     """Play a scenario with an API, or another application, that is served on a loop."""
 
     async def main() -> None:
@@ -135,10 +139,11 @@ def play(loop: str, scenario: Callable[[Api], Awaitable[None]], app: ASGIApp | N
             listens.set()
 
         async def serve() -> None:
-            await serve_api(
+            await http1.serve(
                 app or an_app(api.generate),
-                host="127.0.0.1",
+                host=host,
                 port=0,
+                key="front_end.api_port",
                 listening=listening,
                 stopping=stop.wait,
             )
@@ -274,6 +279,60 @@ def test_a_page_of_a_foreign_site_may_not_ask_without_being_allowed_to(loop: str
     play(loop, scenario)
 
 
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200),
+        ("LocalHost.:8000", 200),
+        ("127.0.0.1:1", 200),
+        ("[::1]:8000", 200),
+        ("192.0.2.1", 200),  # no name that leads elsewhere
+        ("foreign.example", 421),
+        ("foreign.example:8000", 421),
+        ("localhost.foreign.example", 421),
+        ("127.0.0.1.foreign.example", 421),
+        ("[foreign.example]", 421),
+        ("[", 421),
+        ("", 421),
+    ],
+)
+def test_a_page_of_a_foreign_site_that_leads_its_name_here_is_refused(
+    loop: str, host: str, status: int
+) -> None:
+    """A browser takes what answers by that name for the site itself, and asks nobody."""
+
+    async def scenario(api: Api) -> None:
+        client = await api.connect()
+        found, said = await client.ask("POST", "/v1/completions", body(), JSON | {"host": host})
+        assert (found, api.begun) == (status, status == 200)
+        if status != 200:
+            assert "localhost" in said["error"]["message"]
+        assert (await client.ask("GET", "/v1/models"))[0] == 200
+
+    play(loop, scenario)
+
+
+def test_the_name_that_is_configured_is_one_to_ask_for(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(api: Api) -> None:
+        client = await api.connect()
+        for host, status in (("api.example:1", 200), ("foreign.example", 421)):
+            assert (await client.ask("GET", "/v1/models", headers={"host": host}))[0] == status
+
+    listen = anyio.create_tcp_listener
+    monkeypatch.setattr(
+        anyio, "create_tcp_listener", lambda **given: listen(**given | {"local_host": "127.0.0.1"})
+    )
+    play(loop, scenario, host="API.example")
+
+
+def test_beyond_the_loopback_interface_any_name_is_one_to_ask_for(loop: str) -> None:
+    async def scenario(api: Api) -> None:
+        client = await api.connect()
+        assert (await client.ask("GET", "/v1/models", headers={"host": "api.example"}))[0] == 200
+
+    play(loop, scenario, host="0.0.0.0")
+
+
 def test_bodies_in_chunks_and_types_with_parameters_are_taken(loop: str) -> None:
     async def scenario(api: Api) -> None:
         client = await api.connect()
@@ -309,7 +368,7 @@ def test_a_body_that_is_too_large_is_refused_before_it_comes(
         await client.stream.send(head.replace(b"length: 10", b"length: 99999999"))
         assert b" 413 " in await rest(client.stream)
         client = await api.connect()
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
         await client.stream.send(head + 2 * (b"10000\r\n" + b" " * 65536 + b"\r\n"))
         assert b" 413 " in await rest(client.stream), "though it has not ended"
 
@@ -370,7 +429,7 @@ def test_a_client_that_wants_another_protocol_goes_on_in_this_one(loop: str, kin
     async def scenario(api: Api) -> None:
         client = await api.connect()
         more = f"connection: upgrade, http2-settings\r\nupgrade: {kind}\r\nhttp2-settings: !!\r\n"
-        asked = f"GET /v1/models HTTP/1.1\r\nhost: x\r\n{more}\r\n".encode()
+        asked = f"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n{more}\r\n".encode()
         await client.stream.send(asked + post(body(), more="connection: close\r\n"))
         said = await rest(client.stream)
         assert said.count(b"HTTP/1.1 200 ") == 2
@@ -381,18 +440,18 @@ def test_a_client_that_wants_another_protocol_goes_on_in_this_one(loop: str, kin
 @pytest.mark.parametrize(
     ("octets", "status"),
     [
-        (b"GET /v1/models HTTP/2.0\r\nhost: x\r\n\r\n", 505),
+        (b"GET /v1/models HTTP/2.0\r\nhost: localhost\r\n\r\n", 505),
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505),
-        (b"GET http://[/v1/models HTTP/1.1\r\nhost: x\r\n\r\n", 400),
+        (b"GET http://[/v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n", 400),
         (b"GET /v1/models HTTP/1.1\r\n\r\n", 400),
-        (b"GET /v1/models HTTP/1.1\r\nhost: x\r\nhost: y\r\n\r\n", 400),
+        (b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nhost: y\r\n\r\n", 400),
         (b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", 400),
         (post(body(), more="content-length: 3\r\n"), 400),
         (post(body(), more="transfer-encoding: chunked\r\n"), 400),
-        (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: -1\r\n\r\n", 400),
-        (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip\r\n\r\n", 501),
-        (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nx\r\n", 400),
-        (b"GET /v1/models HTTP/1.1\r\nhost: x\r\na: " + b"a" * 100_000 + b"\r\n\r\n", 431),
+        (b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: -1\r\n\r\n", 400),
+        (b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: gzip\r\n\r\n", 501),
+        (b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\nx\r\n", 400),
+        (b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\na: " + b"a" * 100_000 + b"\r\n\r\n", 431),
     ],
     ids=lambda value: None if isinstance(value, int) else "",
 )
@@ -413,7 +472,9 @@ def test_what_is_no_request_is_refused_and_costs_its_connection(
 def test_a_target_may_name_the_server(loop: str) -> None:
     async def scenario(api: Api) -> None:
         client = await api.connect()
-        await client.stream.send(b"GET http://x/v1/models?a HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        await client.stream.send(
+            b"GET http://localhost/v1/models?a HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+        )
         assert (await rest(client.stream)).startswith(b"HTTP/1.1 200 ")
 
     play(loop, scenario)
@@ -429,7 +490,7 @@ def test_an_application_that_fails_costs_one_connection(loop: str) -> None:
     async def scenario(api: Api) -> None:
         for path in (b"/fails", b"/lies"):
             client = await api.connect()
-            await client.stream.send(b"GET %s HTTP/1.1\r\nhost: x\r\n\r\n" % path)
+            await client.stream.send(b"GET %s HTTP/1.1\r\nhost: localhost\r\n\r\n" % path)
             assert await rest(client.stream) == b""
 
     play(loop, scenario, app)
@@ -450,7 +511,7 @@ def test_who_does_not_take_the_answer_is_not_waited_for(loop: str, monkeypatch: 
 
     async def scenario(api: Api) -> None:
         client = await api.connect()
-        await client.stream.send(b"GET /endless HTTP/1.1\r\nhost: x\r\n\r\n")
+        await client.stream.send(b"GET /endless HTTP/1.1\r\nhost: localhost\r\n\r\n")
         await done.wait()
 
     play(loop, scenario, app)
@@ -469,7 +530,7 @@ def test_a_quarter_of_the_files_is_left_for_the_roles(
 def test_beyond_what_may_be_open_the_oldest_idle_connection_is_closed(
     loop: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generations, "connections_allowed", lambda: 8)
+    monkeypatch.setattr(http1, "connections_allowed", lambda: 8)
 
     async def scenario(api: Api) -> None:
         idle = [await api.connect() for _ in range(4)]
