@@ -12,7 +12,7 @@ from typing import Final
 from kvsp_core.errors import KVSPError, LocalProtocolError
 from kvsp_core.identity import CompatibilityDescriptor, Scope
 
-__all__ = ["file_pieces", "naming", "read_descriptor", "read_scope", "read_secret", "replacing"]
+__all__ = ["file_pieces", "read_descriptor", "read_scope", "read_secret", "replacing"]
 
 PIECE_BYTES: Final = 1 << 20
 MAX_SECRET_BYTES: Final = 4096
@@ -66,7 +66,7 @@ def read_descriptor(path: Path) -> CompatibilityDescriptor:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def _naming(path: Path) -> Iterator[None]:
     """Have an error of the operating system name this file: those of writing, such as a full disk, name
     none."""
     try:
@@ -79,20 +79,29 @@ def naming(path: Path) -> Iterator[None]:
 def replacing(path: Path, content: bytes, *, mode: int = 0o666) -> Iterator[None]:
     """Write a file beside another one, or where none is, and give it that name when the block ends.
 
-    So a file is whole or as it was, and of several neither is there without the others. `mode` is that of the
-    new file, less the umask. Raises `OSError` that names the file.
+    So a file is whole or as it was, whatever happens meanwhile, and of several neither is there without the
+    others. `mode` is that of the new file, less the umask. A link stays, and what it leads to is replaced; a
+    device or a pipe is just written to. Raises `OSError` that names the file.
     """
-    unfinished = path.with_name(f"{path.name}.part")
-    with naming(path):
+    if path.exists() and not path.is_file():
+        with _naming(path):
+            path.write_bytes(content)
+        yield
+        return
+    target = Path(os.path.realpath(path))
+    unfinished = target.with_name(f"{target.name}.part")
+    with _naming(path):
         unfinished.unlink(missing_ok=True)
     try:
         with (
-            naming(path),
+            _naming(path),
             open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file,
         ):
             file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
         yield
-        with naming(path):
-            unfinished.replace(path)
+        with _naming(path):
+            unfinished.replace(target)
     finally:
         unfinished.unlink(missing_ok=True)

@@ -6,11 +6,12 @@ last start: then it is one more than the last. The last is kept in a file, which
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Final
 
 import structlog
+
+from kvsp_client.files import replacing
 
 __all__ = ["next_epoch"]
 
@@ -27,12 +28,8 @@ def next_epoch(path: Path, now_ms: int) -> int:
     epoch = max(now_ms, _last(path) + 1)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fresh = path.with_suffix(".new")
-        with fresh.open("w") as file:
-            file.write(f"{epoch}\n")
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(path)
+        with replacing(path, f"{epoch}\n".encode()):
+            pass
     except OSError as error:
         structlog.get_logger().warning("the epoch could not be kept", error=error.strerror or str(error))
     return epoch

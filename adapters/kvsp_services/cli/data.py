@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import mmap
-import os
 from pathlib import Path
 from typing import BinaryIO
 
 import click
 
-from kvsp_client.files import naming, read_scope
+from kvsp_client.files import read_scope, replacing
 from kvsp_core.errors import LocalProtocolError, RemoteProtocolError
 from kvsp_core.index_parts import IndexParts
 from kvsp_core.messages import LeaseGranted, LeaseRequest, LookupAnswer, LookupRequest, MatchedBlock
@@ -120,11 +119,8 @@ def get(
         raise RemoteProtocolError(
             f"{holder}: the block does not match its digest and was discarded; try another holder"
         )
-    with (
-        naming(output),
-        open(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file,
-    ):
-        file.write(answer.body)
+    with replacing(output, answer.body, mode=0o600):
+        pass
     if as_json:
         show_json({"output": str(output), "size_bytes": len(answer.body)})
     else:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, get_args
 
 import click
 
-from kvsp_client.files import naming
+from kvsp_client.files import replacing
 from kvsp_core.errors import KVSPError
 from kvsp_services.cli import importing
 from kvsp_services.config import LoopName
@@ -73,8 +73,9 @@ def _check_writable(file: Path) -> None:
     """Refuse a file that could not be written: minutes later it would be too late."""
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-    there = file.parent.is_dir()
-    if not there or not os.access(file if file.exists() else file.parent, os.W_OK):
+    device = file.exists() and not file.is_file()
+    written = file if device else Path(os.path.realpath(file)).parent
+    if not (device or written.is_dir()) or not os.access(written, os.W_OK):
         raise click.UsageError(f"{file}: it cannot be written; name another file with --report")
 
 
@@ -125,8 +126,8 @@ def _run(directory: Path, model_dir: Path, fast: bool, loop: str, report_file: P
         finally:
             watcher.stop()
     title = f"KVSP on {model_dir.name}"
-    with naming(report_file):
-        report_file.write_text(report(title, steps, watcher.samples, watcher.marks))
+    with replacing(report_file, report(title, steps, watcher.samples, watcher.marks).encode()):
+        pass
     checks = [check for step in steps for check in step.checks]
     held = sum(check.held for check in checks)
     click.echo(

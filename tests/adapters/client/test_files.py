@@ -3,11 +3,13 @@ whole or not at all."""
 
 from __future__ import annotations
 
+import os
+import resource
 from pathlib import Path
 
 import pytest
 
-from kvsp_client.files import file_pieces, naming, read_scope, read_secret, replacing
+from kvsp_client.files import file_pieces, read_scope, read_secret, replacing
 from kvsp_core.errors import LocalProtocolError
 
 KEY = bytes(range(32))
@@ -73,9 +75,9 @@ def test_pieces_join_to_the_file(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_full_is_said_of_a_file() -> None:
-    full = Path("/dev/full")
-    with pytest.raises(OSError, match=r"No space left on device: '/dev/full'"), naming(full):
-        full.write_bytes(b"x")
+    full = pytest.raises(OSError, match=r"No space left on device: '/dev/full'")
+    with full, replacing(Path("/dev/full"), b"x"):
+        pass
 
 
 def test_files_take_the_place_of_others_together_or_not_at_all(tmp_path: Path) -> None:
@@ -94,3 +96,34 @@ def test_files_take_the_place_of_others_together_or_not_at_all(tmp_path: Path) -
         pass
     assert one.read_bytes() == b"new"
     assert sorted(tmp_path.iterdir()) == [one, other]
+
+
+def test_a_disk_that_is_full_leaves_a_file_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "one"
+    path.write_bytes(b"old")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large: '.*/one'$"), replacing(path, b"new" * 10):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_link_leads_where_it_led_and_a_pipe_stays_one(tmp_path: Path) -> None:
+    there, link, pipe = tmp_path / "there", tmp_path / "link", tmp_path / "pipe"
+    link.symlink_to(there)
+    for content in (b"first", b"second"):
+        with replacing(link, content):
+            pass
+        assert link.is_symlink()
+        assert there.read_bytes() == content
+    os.mkfifo(pipe)
+    with open(os.open(pipe, os.O_RDWR), "r+b", buffering=0) as reader:
+        with replacing(pipe, b"said"):
+            pass
+        assert reader.read(4) == b"said"
+    assert pipe.is_fifo()
+    assert len(list(tmp_path.iterdir())) == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -120,6 +121,24 @@ def test_blocks_are_stored_published_found_and_fetched(cluster: Cluster, shell: 
     assert status == 0, complained
     status, said, _ = shell("leases", "--holder", cluster.uris["holder"], scope=False)
     assert OPERATOR in said
+
+
+def test_a_fetch_to_a_disk_that_is_full_leaves_nothing_or_the_file_that_was_there(
+    cluster: Cluster, shell: Shell
+) -> None:
+    assert shell.put(0)[0] == 0
+    fetched, before = cluster.directory / "fetched", resource.getrlimit(resource.RLIMIT_FSIZE)
+    for there in (None, b"old"):
+        if there is not None:
+            fetched.write_bytes(there)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+        try:
+            status, _, complained = shell.get(0)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert (status, complained) == (1, f"kvsp: {fetched}: File too large\n")
+        assert (fetched.read_bytes() if fetched.exists() else None) == there
+    assert not list(cluster.directory.glob("fetched.*"))
 
 
 @pytest.mark.requirement("PB-3")

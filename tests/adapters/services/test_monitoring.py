@@ -97,6 +97,6 @@ def test_a_page_of_a_foreign_site_that_leads_its_name_here_reads_nothing(process
 
 
 def test_a_port_that_is_taken_is_said_in_one_line(process: Process) -> None:
-    with pytest.raises(LocalProtocolError, match="or set monitoring.port") as caught:
+    with pytest.raises(LocalProtocolError, match=r"or set monitoring\.port") as caught:
         MonitoringServer(process.metrics, alive=lambda: None, ready=lambda: None, port=process.server.port)
     assert "\n" not in str(caught.value)
