@@ -251,12 +251,15 @@ class OutputToken:
 
 @attrs.frozen(kw_only=True)
 class OutputEnd:
-    """The last line of streamed output: why it ends, before which index. `detail` explains an ``error``."""
+    """The last line of streamed output: why it ends, before which index. `detail` explains an ``error``, and
+    `refused` says that it is no failure: the engine does not serve what was asked.
+    """
 
     end: str
     index: int
     epoch: int
     detail: str | None = None
+    refused: bool | None = None
 
     def __attrs_post_init__(self) -> None:
         check_name(self.end, "end")
@@ -264,6 +267,8 @@ class OutputEnd:
         check_integer(self.epoch, "epoch")
         if self.detail is not None:
             check_text(self.detail, "detail")
+        if self.refused is not None:
+            check_boolean(self.refused, "refused")
 
 
 OutputLine: TypeAlias = OutputToken | OutputEnd

@@ -33,6 +33,7 @@ from kvsp_core.roles.engine import (
     Prefilled,
     Proceed,
     SequenceEnded,
+    SequenceRefused,
     StartSequence,
     TokensDecoded,
 )
@@ -67,8 +68,8 @@ class Engine(Protocol):
     def execute(self, command: EngineCommand, layers: Sequence[LayerOctets] = ()) -> JobResult:
         """Carry out a command. `layers` are those of the block a job imports.
 
-        Returns what the job brings. Raises `KVSPError` where the command cannot be carried out; nothing has
-        changed then.
+        Returns what the job brings. Raises `KVSPError` where the command cannot be carried out, and
+        `SequenceRefused` where that is the request's fault; nothing has changed then.
         """
         ...
 
@@ -157,7 +158,7 @@ class NumpyEngine:
         if not tokens:
             raise LocalProtocolError("a sequence starts with at least one token")
         if len(tokens) > config.context or max(tokens) >= config.vocabulary:
-            raise LocalProtocolError(
+            raise SequenceRefused(
                 f"a sequence has at most {config.context} tokens, each below {config.vocabulary}"
             )
         check_sampler(command.sampler)

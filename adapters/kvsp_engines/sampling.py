@@ -10,8 +10,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from kvsp_core.errors import LocalProtocolError
 from kvsp_core.records import Sampler
+from kvsp_core.roles.engine import SequenceRefused
 
 __all__ = ["METHODS", "check_sampler", "draw"]
 
@@ -23,22 +23,22 @@ _PARAMETERS: Final = ("p", "temperature", "max_tokens", "stop")
 
 
 def check_sampler(sampler: Sampler) -> None:
-    """Raise `LocalProtocolError` where this engine cannot draw with a sampler."""
+    """Raise `SequenceRefused` where this engine cannot draw with a sampler."""
     if sampler.method not in METHODS:
-        raise LocalProtocolError(f"sampler method is not one of {', '.join(METHODS)}")
+        raise SequenceRefused(f"sampler method is not one of {', '.join(METHODS)}")
     for name in sampler.params:
         if name not in _PARAMETERS:  # leaving it out would draw other tokens than were asked for
-            raise LocalProtocolError(
+            raise SequenceRefused(
                 f"sampler.params has members this engine does not know; it knows {', '.join(_PARAMETERS)}"
             )
     if sampler.method == "top-p":
         _top_p_parameters(sampler.params)
     most = sampler.params.get("max_tokens", 1)
     if isinstance(most, bool) or not isinstance(most, int) or most < 0:
-        raise LocalProtocolError("sampler.params.max_tokens must be a number of tokens")
+        raise SequenceRefused("sampler.params.max_tokens must be a number of tokens")
     stop = sampler.params.get("stop", ())
     if not isinstance(stop, list | tuple) or not all(type(token) is int for token in stop):
-        raise LocalProtocolError("sampler.params.stop must be an array of tokens")
+        raise SequenceRefused("sampler.params.stop must be an array of tokens")
 
 
 def draw(logits: npt.NDArray[np.float32], sampler: Sampler, step: int) -> int:
@@ -61,5 +61,5 @@ def _top_p_parameters(params: Mapping[str, Any]) -> tuple[float, float]:
     p, temperature = params.get("p", 1.0), params.get("temperature", 1.0)
     for name, value, high in (("p", p, 1.0), ("temperature", temperature, 100.0)):
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= high:
-            raise LocalProtocolError(f"sampler.params.{name} must be a number above 0 and at most {high:g}")
+            raise SequenceRefused(f"sampler.params.{name} must be a number above 0 and at most {high:g}")
     return float(p), float(temperature)

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 from kvsp_core.errors import KVSPError
 from kvsp_core.identity import CompatibilityDescriptor
-from kvsp_core.roles.engine import EngineCommand, EngineEvent, Pause, Proceed, SequenceEnded, StartSequence
+from kvsp_core.roles.engine import (
+    EngineCommand,
+    EngineEvent,
+    Pause,
+    Proceed,
+    SequenceEnded,
+    SequenceRefused,
+    StartSequence,
+)
 
 if TYPE_CHECKING:
     from kvsp_engines.engine import Engine, LayerOctets
@@ -49,7 +57,8 @@ def _has_avx2() -> bool:
 class ThreadedEngine:
     """Runs an engine in a thread, and hands what it does to `driver`. See `ports.EnginePort`.
 
-    A sequence that the engine refuses to run ends with an error. An engine that breaks takes its role along.
+    A sequence that the engine does not begin ends as refused, or with an error. An engine that breaks takes
+    its role along.
     """
 
     def __init__(self, engine: Engine, block_tokens: int) -> None:
@@ -84,7 +93,8 @@ class ThreadedEngine:
             return
         if isinstance(result, KVSPError) and isinstance(command, StartSequence | Pause | Proceed):
             if isinstance(command, StartSequence):
-                self.driver.engine_events((SequenceEnded(command.sequence, "error"),))
+                reason = "refused" if isinstance(result, SequenceRefused) else "error"
+                self.driver.engine_events((SequenceEnded(command.sequence, reason),))
             return
         self.driver.engine_job_over(command, result, self._block_tokens)
 

@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 import attrs
 
+from kvsp_core.errors import LocalProtocolError
 from kvsp_core.records import Sampler
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "Prefilled",
     "Proceed",
     "SequenceEnded",
+    "SequenceRefused",
     "StartSequence",
     "TokensDecoded",
 ]
@@ -157,10 +159,18 @@ class BlockComputed:
 
 @attrs.frozen
 class SequenceEnded:
-    """A sequence ended of itself: ``stop``, ``length``, or ``error`` (the engine failed)."""
+    """A sequence ended of itself: ``stop``, ``length``, ``error`` (the engine failed), or ``refused`` (it has
+    not begun, see `SequenceRefused`).
+    """
 
     sequence: int
     reason: str
+
+
+class SequenceRefused(LocalProtocolError):
+    """What an engine raises at `StartSequence` for the request's sake: it is too long, or asks for what this
+    engine does not do. It is no failure of the engine, and goes nowhere else.
+    """
 
 
 EngineEvent: TypeAlias = Prefilled | TokensDecoded | BlockComputed | SequenceEnded

@@ -170,6 +170,7 @@ class _Stage(Enum):
 
 _NO_INSTANCE: Final = "no instance takes the request"
 _NO_ANSWER: Final = "the controller does not answer"
+_REFUSED: Final = "the engine does not serve this: it is too long, or asks for what the engine does not do"
 
 
 @attrs.define(repr=False)
@@ -379,6 +380,8 @@ class FrontEnd:
             pass  # of an instance that was failed over from (MG-3)
         elif isinstance(said, OutputToken):
             self._take(generation, out.TokenArrived(said.index, said.epoch, said.token), now_ms)
+        elif said.refused and not generation.output.next_index:
+            self._fail(generation, 400, said.detail or _REFUSED)
         elif said.end == "error":
             self._engine_failed(generation, said, now_ms)
         else:

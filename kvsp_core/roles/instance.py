@@ -310,6 +310,8 @@ class Instance:
                 self._sessions.engine_event(item, now_ms)
                 if item.reason == "error":
                     self._engine_failed(now_ms)
+                elif item.reason == "refused":
+                    self._work.observe("kvsp_engine_refusals")
                 if item.sequence == _PROBE.sequence:
                     self._work.emit(engine.Abort(item.sequence))
             case TimerFired():

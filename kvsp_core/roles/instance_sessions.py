@@ -467,7 +467,10 @@ class Sessions:
                     self._streams.send(session, gate.epoch, first_index, tokens)
                 case output.DeliverEnd(reason, index):
                     if session.stream is not None:
-                        self._streams.end(session, OutputEnd(end=reason, index=index, epoch=gate.epoch))
+                        refused = True if reason == "refused" else None
+                        end = "error" if refused else reason
+                        said = OutputEnd(end=end, index=index, epoch=gate.epoch, refused=refused)
+                        self._streams.end(session, said)
                         gate.handle(output.Detached(), now_ms)
                 case output.PauseDecoding():
                     if session.started and session.sequence is not None:

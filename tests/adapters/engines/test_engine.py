@@ -23,6 +23,7 @@ from kvsp_core.roles.engine import (
     Prefilled,
     Proceed,
     SequenceEnded,
+    SequenceRefused,
     StartSequence,
     TokensDecoded,
 )
@@ -155,9 +156,11 @@ def test_a_sequence_the_engine_cannot_run_is_refused(
     engine: NumpyEngine, change: dict[str, object], says: str
 ) -> None:
     members: dict[str, object] = {"tokens": PROMPT, "cached_tokens": 0, "sampler": sampler()}
-    with pytest.raises(LocalProtocolError, match=says):
+    with pytest.raises(LocalProtocolError, match=says) as caught:
         engine.execute(StartSequence(sequence=1, **(members | change)))  # type: ignore[arg-type]
     assert not engine.busy()
+    of_the_request = not says.startswith(("at least one", "16 tokens"))
+    assert isinstance(caught.value, SequenceRefused) is of_the_request
 
 
 def test_blocks_are_imported_in_order_and_whole(engine: NumpyEngine) -> None:

@@ -14,6 +14,7 @@ from kvsp_core.roles.engine import (
     EngineEvent,
     Proceed,
     SequenceEnded,
+    SequenceRefused,
     StartSequence,
 )
 from kvsp_engines.engine import JobResult
@@ -24,16 +25,17 @@ START = StartSequence(sequence=3, tokens=(1,), cached_tokens=0, sampler=GREEDY)
 
 
 class Refusing:
-    """An engine that refuses every command, or breaks at work."""
+    """An engine that carries out no command, or breaks at work."""
 
     numerics = "none to speak of"
 
-    def __init__(self, *, breaks: bool = False) -> None:
-        self.breaks = breaks
+    def __init__(self, error: KVSPError | None = None) -> None:
+        self.error = error or LocalProtocolError("no")
+        self.breaks = False
 
     def execute(self, command: EngineCommand, layers: Sequence[object] = ()) -> JobResult:
         if not self.breaks:
-            raise LocalProtocolError("no")
+            raise self.error
         return ()
 
     def busy(self) -> bool:
@@ -66,7 +68,14 @@ def made(engine: Refusing) -> tuple[ThreadedEngine, Heard]:
     return port, heard
 
 
-def test_a_sequence_that_the_engine_refuses_ends_with_an_error_and_nothing_else_does() -> None:
+def test_a_sequence_that_the_engine_refuses_ends_so_which_is_no_error() -> None:
+    port, heard = made(Refusing(SequenceRefused("it is too long")))
+    port.submit(START)
+    assert heard.queue.get(timeout=30) == SequenceEnded(3, "refused")
+    assert port.stop()
+
+
+def test_a_sequence_that_the_engine_cannot_begin_ends_with_an_error_and_nothing_else_does() -> None:
     port, heard = made(Refusing())
     assert port.numerics == "none to speak of"
     port.submit(Proceed(3))

@@ -377,6 +377,22 @@ def test_a_request_on_which_an_engine_fails_is_placed_elsewhere_a_few_times() ->
     assert client.now_ms < 2_000
 
 
+def test_what_an_engine_refuses_is_refused_and_goes_nowhere_else() -> None:
+    client = streaming()
+    (failed,) = client.line(OutputEnd(end="error", index=0, epoch=1, refused=True))
+    assert isinstance(failed, GenerationFailed)
+    assert failed.status == 400
+    assert "too long" in failed.detail
+    assert client.says() == f"DELETE {PC}ext/sessions/{SESSION}"
+
+
+def test_what_an_engine_has_begun_and_another_refuses_goes_on_elsewhere() -> None:
+    client = streaming()
+    client.tokens(7)
+    assert client.line(OutputEnd(end="error", index=1, epoch=1, refused=True)) == []
+    assert moves(client) == 1
+
+
 def moves(client: Client) -> int:
     """The controller is asked to have another instance go on; return in place of which epoch."""
     assert client.says() == f"POST {PC}ext/sessions/{SESSION}/move"

@@ -8,7 +8,7 @@ import attrs
 import pytest
 
 from kvsp_core.bodies import decode
-from kvsp_core.ext_messages import AttendRequest, OutputRequest, OutputToken
+from kvsp_core.ext_messages import AttendRequest, OutputEnd, OutputRequest, OutputToken
 from kvsp_core.limits import CALL_TIMEOUT_MS, MAX_ENGINE_FAILURES, UNREACHABLE_MS
 from kvsp_core.machines.prefetch import PrefetchLimits
 from kvsp_core.messages import (
@@ -411,6 +411,20 @@ def test_an_engine_that_fails_every_sequence_is_reported_until_it_draws_a_token(
     world.do(engine.TokensDecoded(world.sequence(), 0, (5,)))
     assert reports() is None
     assert len(world.observed("kvsp_engine_failures")) == MAX_ENGINE_FAILURES
+
+
+def test_an_engine_that_refuses_requests_is_not_failing() -> None:
+    world = World()
+    world.answer_status()
+    for number in range(2 * MAX_ENGINE_FAILURES):
+        request = world.begin(PROMPT, session=SESSION[:-1] + str(number))
+        world.run_jobs()
+        world.acknowledge_checkpoints()
+        world.do(engine.SequenceEnded(world.sequence(), "refused"))
+        assert world.lines(request) == [OutputEnd(end="error", index=0, epoch=1, refused=True)]
+    assert world.calls(ReportStatus) == []
+    assert world.observed("kvsp_engine_failures") == []
+    assert len(world.observed("kvsp_engine_refusals")) == 2 * MAX_ENGINE_FAILURES
 
 
 @pytest.mark.requirement("MG-2", "MG-3")
