@@ -351,8 +351,9 @@ def _is_called(request: h11.Request, name: str) -> bool:
 def _scope_of(request: h11.Request) -> Scope:
     """Return what the application is told of a request. Raises `RemoteProtocolError` of h11."""
     names = [name for name, _ in request.headers]
-    if b"transfer-encoding" in names and b"content-length" in names:
-        raise h11.RemoteProtocolError("which of the two lengths counts is not certain")
+    uncertain = b"content-length" in names or request.http_version == b"1.0"
+    if b"transfer-encoding" in names and uncertain:  # others may have taken its end to be elsewhere
+        raise h11.RemoteProtocolError("how long the body is is not certain")
     if request.http_version not in (b"1.0", b"1.1"):
         raise h11.RemoteProtocolError("another version", error_status_hint=505)
     target = request.target.decode("latin-1")

@@ -41,6 +41,8 @@ __all__ = [
 MAX_BODY_BYTES: Final = 4 << 20
 MAX_BODIES_BYTES: Final = 64 << 20
 """All bodies that are being received or read; what is more costs large ones."""
+MAX_BODY_PIECES: Final = 1 << 16
+"""Chunks of one body: what each costs has nothing to do with how little is in it."""
 LARGE_BODY_BYTES: Final = 32 << 10
 """From here on a body is turned into tokens in a thread."""
 LARGE_BODIES: Final = 2
@@ -184,8 +186,12 @@ class _Api:
         length = request.headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > MAX_BODY_BYTES:
             raise Refusal(413, said)
+        pieces = 0
         with anyio.move_on_after(BODY_S):
             async for piece in request.stream():
+                pieces += bool(piece)
+                if pieces > MAX_BODY_PIECES:
+                    raise Refusal(413, f"the body has more than {MAX_BODY_PIECES} chunks; send larger ones")
                 octets += piece
                 self._held_bytes += len(piece)
                 if len(octets) > MAX_BODY_BYTES:

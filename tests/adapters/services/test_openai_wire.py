@@ -375,6 +375,20 @@ def test_a_body_that_is_too_large_is_refused_before_it_comes(
     play(loop, scenario)
 
 
+def test_a_body_of_very_many_chunks_is_refused(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be small: what costs is each chunk."""
+    monkeypatch.setattr(openai_api, "MAX_BODY_PIECES", 100)
+
+    async def scenario(api: Api) -> None:
+        head = post(b"").replace(b"content-length: 0", b"transfer-encoding: chunked")
+        for padding, status in ((b"1\r\n \r\n" * 99, 200), (b"1\r\n \r\n" * 100, 413)):
+            client = await api.connect()
+            await client.stream.send(head + padding + b"f\r\n%b\r\n0\r\n\r\n" % body())
+            assert b" %d " % status in await client.stream.receive()
+
+    play(loop, scenario)
+
+
 def test_a_body_that_does_not_come_is_not_waited_for(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openai_api, "BODY_S", 0.05)
 
@@ -451,6 +465,7 @@ def test_a_client_that_wants_another_protocol_goes_on_in_this_one(loop: str, kin
         (b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: -1\r\n\r\n", 400),
         (b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: gzip\r\n\r\n", 501),
         (b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\nx\r\n", 400),
+        (b"POST /v1/models HTTP/1.0\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", 400),
         (b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\na: " + b"a" * 100_000 + b"\r\n\r\n", 431),
     ],
     ids=lambda value: None if isinstance(value, int) else "",
@@ -463,7 +478,7 @@ def test_what_is_no_request_is_refused_and_costs_its_connection(
         await client.stream.send(octets)
         head, _, document = (await rest(client.stream)).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 %d " % status)
-        assert b"connection: close" in head
+        assert b"connection: close" in head.lower()
         assert set(json.loads(document)["error"]) == {"message", "type", "param", "code"}
 
     play(loop, scenario)
