@@ -167,9 +167,10 @@ class _Connection:
         self._stream = stream
         self._local = local
         self._scope = anyio.CancelScope()
+        self._method = ""
         self.http = h11.Connection(h11.SERVER)
         self.gone = False
-        """Whether the client has closed its side, or what it sends cannot be read."""
+        """Whether the client has closed its side, or what it sends is not to be read."""
 
     def end(self) -> None:
         """Close it, whatever it is at."""
@@ -190,10 +191,12 @@ class _Connection:
                 await self._linger()
 
     async def _next_request(self) -> h11.Request | None:
+        self._method = ""
         with anyio.move_on_after(IDLE_S):
             while True:
                 event = self.http.next_event()
                 if isinstance(event, h11.Request):
+                    self._method = event.method.decode()
                     return event
                 if event is not h11.NEED_DATA:
                     break
@@ -205,7 +208,7 @@ class _Connection:
         may = self._server.begins(self)
         try:
             scope = _scope_of(request)
-            exchange = _Exchange(self, scope["method"], close=not may or self._server.stopping)
+            exchange = _Exchange(self, self._method, close=not may or self._server.stopping)
             app = self._server.app if may else _refusal(503, _BUSY)
             if self._local and not _is_called(request, self._server.host):
                 app = _refusal(421, _CALLED_OTHERWISE)
@@ -237,10 +240,8 @@ class _Connection:
         """Answer what is no request, where that is still possible."""
         if self.gone or self.http.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             return
-        response = _refusal(status, _MALFORMED)
-        head = h11.Response(status_code=status, headers=[*response.raw_headers, (b"connection", b"close")])
-        events = (head, h11.Data(data=response.body), h11.EndOfMessage())
-        await self.write(b"".join(self.http.send(event) or b"" for event in events))
+        exchange = _Exchange(self, self._method, close=True)
+        await _refusal(status, _MALFORMED)({"type": "http"}, exchange.receive, exchange.send)
 
     async def _linger(self) -> None:
         with anyio.move_on_after(_LINGER_S), suppress(*_GONE):
@@ -266,7 +267,8 @@ class _Exchange:
         self.fault: h11.RemoteProtocolError | None = None
 
     async def receive(self) -> Message:
-        """Return the next piece of the body; after it, wait until the client has gone."""
+        """Return the next piece of the body; after it, wait until the client has gone. One that sends more
+        requests than are kept until their turn is taken for gone."""
         http, connection = self._http, self._connection
         while not self._whole and self.fault is None:
             if http.they_are_waiting_for_100_continue:
@@ -284,9 +286,9 @@ class _Exchange:
                     return {"type": "http.request", "body": b"", "more_body": False}
                 await connection.read()
         while not connection.gone and self.fault is None:
-            if len(http.trailing_data[0]) > _PIECE_BYTES:  # more requests: they wait for their turn
-                await anyio.sleep_forever()
             await connection.read()
+            if len(http.trailing_data[0]) > _PIECE_BYTES:  # without reading on, nobody would see it leave
+                connection.gone = True
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:

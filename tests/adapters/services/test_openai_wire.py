@@ -7,7 +7,7 @@ import resource
 import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import anyio
@@ -480,6 +480,35 @@ def test_what_is_no_request_is_refused_and_costs_its_connection(
         assert head.startswith(b"HTTP/1.1 %d " % status)
         assert b"connection: close" in head.lower()
         assert set(json.loads(document)["error"]) == {"message", "type", "param", "code"}
+
+    play(loop, scenario)
+
+
+@pytest.mark.parametrize("head", [b"HEAD /v1/models HTTP/1.4", b"HEAD http://[ HTTP/1.1"])
+def test_what_is_refused_of_a_request_for_a_head_is_a_head(
+    loop: str, head: bytes, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def scenario(api: Api) -> None:
+        client = await api.connect()
+        await client.stream.send(head + b"\r\nhost: localhost\r\n\r\n")
+        said = await rest(client.stream)
+        assert said.startswith(b"HTTP/1.1 ")
+        assert said.endswith(b"\r\n\r\n")
+
+    play(loop, scenario)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_client_that_goes_away_is_missed_though_it_has_asked_for_very_much_more(loop: str) -> None:
+    async def scenario(api: Api) -> None:
+        client = await api.connect()
+        await client.stream.send(post(body(prompt=ENDLESS)))
+        while not api.begun:
+            await anyio.sleep(0.005)
+        with suppress(anyio.BrokenResourceError):
+            await client.stream.send(post(body()) * 10_000)
+        await client.stream.aclose()
+        await api.idle()
 
     play(loop, scenario)
 
