@@ -8,6 +8,7 @@ from typing import Final
 import click
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -27,12 +28,12 @@ _WIDE: Final = 1000
 
 
 def table(title: str, heads: tuple[str, ...], rows: list[tuple[object, ...]]) -> Table:
-    """Return a table that folds what is too wide for it."""
-    made = Table(title=title, title_justify="left", expand=False)
+    """Return a table that folds what is too wide for it. Brackets, as of an address, stay as they are."""
+    made = Table(title=escape(title), title_justify="left", expand=False)
     for head in heads:
         made.add_column(head, overflow="fold")
     for row in rows:
-        made.add_row(*map(str, row))
+        made.add_row(*(escape(str(cell)) for cell in row))
     return made
 
 

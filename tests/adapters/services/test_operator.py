@@ -77,6 +77,12 @@ def test_nothing_of_a_table_is_cut_off_where_it_is_narrow() -> None:
     assert uri in "".join(re.findall(r"│ (\S+) *│", shown.getvalue()))
 
 
+def test_an_address_in_brackets_is_shown_as_it_is() -> None:
+    uri, shown = "https://[fd00::1]:8443/kvsp/", io.StringIO()
+    Console(width=80, file=shown).print(table(f"Leases at {uri}", ("client", "blocks"), [(uri, 7)]))
+    assert shown.getvalue().count(uri) == 2
+
+
 @pytest.mark.parametrize(
     ("command", "role", "who", "said"),
     [
