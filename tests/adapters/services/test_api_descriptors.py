@@ -38,6 +38,7 @@ async def main():
         stopping=anyio.Event().wait,
     )
 
+http1.IDLE_S = 600  # nothing here is closed for having been idle, however slow the machine
 resource.setrlimit(resource.RLIMIT_NOFILE, ({DESCRIPTORS}, {DESCRIPTORS}))
 anyio.run(main, backend=sys.argv[1])
 """
