@@ -22,7 +22,7 @@ from kvsp_client.store import Store, StoreResult
 from kvsp_client.wire import Wire, open_network
 from kvsp_core.errors import LocalProtocolError, RemoteProtocolError
 from kvsp_core.index_parts import IndexParts
-from kvsp_core.limits import MAX_LOOKUP_KEYS
+from kvsp_core.lookup_size import LookupSize
 from kvsp_core.messages import LookupAnswer, LookupRequest
 from kvsp_core.prefix import Prefix, PrefixKeys
 from kvsp_core.records import ReplicaRecord
@@ -70,7 +70,7 @@ class Client:
         self._pid = 0
         self._stats = ClientStats()
         self._avoided = Avoided(self.settings.avoid_ms)
-        self._lookup_keys = MAX_LOOKUP_KEYS  # fewer once an index has refused as many (LK-4)
+        self._lookup_size = LookupSize()
         self._described: set[tuple[str, str]] = set()
         self._fetches: set[Fetch] = set()
         self._leases: set[HolderLease] = set()
@@ -156,16 +156,17 @@ class Client:
         replicas: list[tuple[ReplicaRecord, ...]] = []
         due_ms = wire.now_ms() + self.settings.call_timeout_ms  # for all of them, where they are several
         while len(replicas) < len(keys):
-            request = keys.part(len(replicas)).lookups(self._lookup_keys)[0]
+            request = keys.part(len(replicas)).lookups(self._lookup_size.most)[0]
+            asked = len(request.block_keys)
             self._stats.lookups += 1
             try:
                 answers = await self._ask_parts(wire, request, max(1, due_ms - wire.now_ms()))
             except Refused as error:
-                asked = len(request.block_keys)
                 if error.problem.status != 413 or asked == 1:
                     raise
-                self._lookup_keys = min(self._lookup_keys, asked // 2)
+                self._lookup_size = self._lookup_size.after_refusal(asked)
                 continue
+            self._lookup_size = self._lookup_size.after_answer(asked)
             try:
                 blocks = self._parts.joined(request, answers)
             except RemoteProtocolError as error:
@@ -173,7 +174,7 @@ class Client:
                     f"{', '.join(answers)}: its answer is not as the protocol says: {error}"
                 ) from None
             replicas += blocks
-            if len(blocks) < len(request.block_keys):
+            if len(blocks) < asked:
                 break
         return Prefix(keys=keys.part(0, len(replicas)), replicas=tuple(replicas))
 

@@ -116,8 +116,8 @@ class IndexSection(RoleSection, frozen=True, kw_only=True):
     max_ttl_ms: Count = 3_600_000
     """The longest time for which a record is kept without a refresh."""
     max_lookup_keys: Count = 8192
-    """Block keys in one lookup. Who asks for more is refused (413), and asks in smaller pieces until it
-    restarts."""
+    """Block keys in one lookup. Who asks for more is refused (413), asks in smaller pieces from then on, and
+    tries larger ones again now and then."""
 
 
 class HolderSection(RoleSection, frozen=True, kw_only=True):

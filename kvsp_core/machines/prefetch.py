@@ -21,6 +21,7 @@ from typing import Any, Final, TypeAlias, assert_never, get_args
 
 import attrs
 
+from kvsp_core.lookup_size import LookupSize
 from kvsp_core.machines import prefetch_load as load
 from kvsp_core.machines import prefetch_queue
 from kvsp_core.machines.alarms import Alarms, TimerFired, earliest
@@ -92,10 +93,10 @@ class LookupAnswered:
 
 @attrs.frozen
 class LookupFailed:
-    """The index did not answer a `Lookup`, or takes only so many keys (`most`) at a time (LK-4)."""
+    """The index did not answer a `Lookup`, or does not take as many keys at a time (LK-4)."""
 
     directive: str
-    most: int | None = None
+    too_long: bool = False
 
 
 @attrs.frozen
@@ -279,6 +280,7 @@ class Frozen:
     """A prefetch table as a value, with deadlines as the time that remains."""
 
     limits: PrefetchLimits
+    lookup_size: LookupSize
     codecs: tuple[int, ...]
     directives: tuple[tuple[Any, ...], ...]
     queue: prefetch_queue.Frozen
@@ -293,6 +295,7 @@ class PrefetchTable:
     def __init__(self, bounds: PrefetchLimits | None = None, *, codecs: Sequence[int] = (RAW_CODEC,)) -> None:
         self.limits = bounds or PrefetchLimits()
         self._codecs = tuple(codecs)
+        self._lookup_size = LookupSize(self.limits.lookup_keys)
         self._directives: dict[str, Directive] = {}
         self._by_ref: dict[str, dict[str, None]] = {}
         self._by_key: dict[str, dict[str, None]] = {}
@@ -375,8 +378,8 @@ class PrefetchTable:
                 self._submit(event, emit)
             case LookupAnswered(name, records):
                 self._looked_up(name, records, emit)
-            case LookupFailed(name, most):
-                self._lookup_failed(name, most, emit)
+            case LookupFailed(name, too_long):
+                self._lookup_failed(name, too_long, emit)
             case LoadReport(number, of_load):
                 if self._queue.has_job(number):
                     self._advance(number, of_load, emit)
@@ -452,7 +455,7 @@ class PrefetchTable:
         self.pending += 1
         self._pending_blocks += len(message.blocks)
         emit(Accepted(name))
-        directive.await_blocks(event.held, self.limits.lookup_keys)
+        directive.await_blocks(event.held, self._lookup_size.most)
         for block in message.blocks:
             if block.block_key in event.held:
                 self._count_loaded(directive, block.block_key, emit)
@@ -548,7 +551,7 @@ class PrefetchTable:
     # Its records are looked up
 
     def _look_up(self, directive: Directive, emit: _Emit) -> None:
-        lookup = directive.next_lookup(self.limits.lookup_keys)
+        lookup = directive.next_lookup(self._lookup_size.most)
         if lookup is not None:
             emit(Lookup(directive.name, *lookup))
 
@@ -556,15 +559,16 @@ class PrefetchTable:
         directive = self._directives.get(name)
         if directive is None or not directive.asked:
             return
+        self._lookup_size = self._lookup_size.after_answer(directive.asked)
         for key, replicas in directive.looked_up(records):
             self._queue.claim(directive, key, replicas)
         self._look_up(directive, emit)
         self._settle(directive, emit)
 
-    def _lookup_failed(self, name: str, most: int | None, emit: _Emit) -> None:
+    def _lookup_failed(self, name: str, too_long: bool, emit: _Emit) -> None:
         directive = self._directives.get(name)
-        if most is not None and directive is not None and directive.asked > most:
-            self.limits = attrs.evolve(self.limits, lookup_keys=most)
+        if too_long and directive is not None and directive.asked > 1:
+            self._lookup_size = self._lookup_size.after_refusal(directive.asked)
             self._look_up(directive, emit)
         elif directive is not None and directive.stop_looking():
             self._settle(directive, emit)
@@ -636,6 +640,7 @@ class PrefetchTable:
         """Return all of it as a hashable value, deadlines as the time that remains."""
         return Frozen(
             limits=self.limits,
+            lookup_size=self._lookup_size,
             codecs=self._codecs,
             directives=tuple(directive.freeze(now_ms) for directive in self._directives.values()),
             queue=self._queue.freeze(now_ms),
@@ -648,6 +653,7 @@ class PrefetchTable:
     def thaw(cls, frozen: Frozen, now_ms: int) -> PrefetchTable:
         """Return the table that `freeze` made this of, as it stands at another time."""
         self = cls(frozen.limits, codecs=frozen.codecs)
+        self._lookup_size = frozen.lookup_size
         for of_directive in frozen.directives:
             directive = Directive.thaw(of_directive, now_ms)
             self._enter(directive)

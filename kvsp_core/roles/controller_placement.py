@@ -21,6 +21,7 @@ from kvsp_core.ext_messages import CandidateCost, MissedBlocks, PlacementAnswer,
 from kvsp_core.identity import CompatibilityDescriptor
 from kvsp_core.index_parts import IndexParts
 from kvsp_core.limits import LOOKUP_TIMEOUT_MS, MAX_DESCRIPTORS, MAX_LOOKUP_KEYS, UNREACHABLE_MS
+from kvsp_core.lookup_size import LookupSize
 from kvsp_core.machines.fleet import Fleet
 from kvsp_core.machines.placement import (
     Candidate,
@@ -186,7 +187,7 @@ class Placements:
         self._index = IndexParts(settings.index_uris)
         self._may_serve = may_serve
         self._descriptors = dict(settings.descriptors)
-        self._lookup_keys = settings.max_lookup_keys  # fewer once the index has refused as many (LK-4)
+        self._lookup_size = LookupSize(settings.max_lookup_keys)
         self._service_us: dict[str, int] = {}
         self._gathers: dict[int, _Gather] = {}
         self._number_of: dict[Any, int] = {}  # what a placement is for -> its gather
@@ -231,7 +232,7 @@ class Placements:
         gather = self._gathers[number]
         keys, scope_id = gather.subject.prefixes[prefix].block_keys, gather.subject.prefixes[prefix].scope_id
         known = len(gather.replicas[prefix])
-        keys = keys[known : known + self._lookup_keys]
+        keys = keys[known : known + self._lookup_size.most]
         keys = tuple(itertools.takewhile(lambda key: self._index.of(key) not in self._silent, keys))
         if not keys:
             return
@@ -314,9 +315,10 @@ class Placements:
         del gather.lookups[call.prefix]
         asked = len(lookup.request.block_keys)
         if lookup.too_long and asked > 1:
-            self._lookup_keys = min(self._lookup_keys, asked // 2)
+            self._lookup_size = self._lookup_size.after_refusal(asked)
             self._look_up(call.gather, call.prefix)
             return
+        self._lookup_size = self._lookup_size.after_answer(asked)
         try:
             blocks = self._index.joined(lookup.request, lookup.answers)
         except RemoteProtocolError:

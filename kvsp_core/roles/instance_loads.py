@@ -445,8 +445,7 @@ class Loads:
         try:
             answer = read_answer(LookupAnswer, item.response, item.body)
             if isinstance(answer, Problem):
-                most = max(1, len(lookup.request.block_keys) // 2)
-                return prefetch.LookupFailed(directive, most if item.response.status == 413 else None)
+                return prefetch.LookupFailed(directive, too_long=item.response.status == 413)
             lookup.answers[purpose.part] = answer
             if lookup.calls:
                 return None

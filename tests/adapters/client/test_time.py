@@ -18,6 +18,7 @@ from kvsp_client.stats import ClientStats
 from kvsp_core.answers import block_response
 from kvsp_core.identity import Scope
 from kvsp_core.index_parts import IndexParts
+from kvsp_core.lookup_size import LookupSize
 from kvsp_core.messages import LookupAnswer, LookupRequest, MatchedBlock
 from kvsp_core.problems import TOO_LARGE, Problem
 from kvsp_h2 import BodyEnded, DataReceived, Event, ExchangeEnded, ResponseReceived
@@ -82,8 +83,7 @@ def test_a_call_that_begins_late_leaves_time_for_the_next_holder(first_has: int)
     assert play(run) == 2
 
 
-def test_a_lookup_of_several_requests_has_one_time_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvsp_client.client.MAX_LOOKUP_KEYS", 1)
+def test_a_lookup_of_several_requests_has_one_time_for_all() -> None:
     given: list[int] = []
 
     async def ask_for(
@@ -98,6 +98,7 @@ def test_a_lookup_of_several_requests_has_one_time_for_all(monkeypatch: pytest.M
     async def run() -> int:
         client = Client(MagicMock(), index=INDEX, settings=ClientSettings(call_timeout_ms=5000))
         client._wire, client._pid = MagicMock(now_ms=now_ms, ask_for=ask_for), os.getpid()
+        client._lookup_size = LookupSize(1)
         return len(await client.lookup(KEYS))
 
     assert play(run) == 2
@@ -121,11 +122,11 @@ def test_an_index_that_takes_fewer_keys_is_asked_for_fewer_from_then_on() -> Non
     async def run() -> list[int]:
         client = Client(MagicMock(), index=INDEX)
         client._wire, client._pid = MagicMock(now_ms=now_ms, ask_for=ask_for), os.getpid()
-        return [len(await client.lookup(KEYS)) for _ in range(2)]
+        return [len(await client.lookup(KEYS)) for _ in range(9)]
 
     most = 1
-    assert play(run) == [2, 2]
-    assert asked == [2, 1, 1, 1, 1]
+    assert play(run) == [2] * 9
+    assert asked == [2, *(1,) * 16, 2, 1, 1], "now and then it is asked for more again"
     most = 0
     with pytest.raises(Refused):
         play(run)

@@ -337,14 +337,27 @@ def test_an_index_that_does_not_answer_leaves_what_is_known_already() -> None:
 def test_an_index_that_takes_fewer_keys_is_asked_for_fewer_from_then_on() -> None:
     world = World()
     asked = [of(Lookup, world.handle(directive(1, 2, 3, 4)))]
-    asked += [of(Lookup, world.handle(LookupFailed("d1", most))) for most in (2, 1)]
+    asked += [of(Lookup, world.handle(LookupFailed("d1", too_long=True))) for _ in range(2)]
     assert [len(lookup.block_keys) for (lookup,) in asked] == [4, 2, 1]
     (lookup,) = of(Lookup, world.look_up(1))
     assert lookup.block_keys == (key(2),)
     (lookup,) = of(Lookup, world.handle(directive(5, 6, name="d2")))
     assert lookup.block_keys == (key(5),)
-    assert not of(Lookup, world.handle(LookupFailed("d2", 1)))  # it takes not even one
+    assert not of(Lookup, world.handle(LookupFailed("d2", too_long=True)))  # it takes not even one
     assert world.state("d2") is FAILED
+
+
+@pytest.mark.requirement("LK-4")
+def test_an_index_that_takes_more_keys_again_is_asked_for_more_after_a_while() -> None:
+    world = World()
+    world.handle(directive(*range(20)))
+    for _ in range(4):
+        (lookup,) = of(Lookup, world.handle(LookupFailed("d1", too_long=True)))
+    for number in range(16):
+        assert lookup.block_keys == (key(number),)
+        world.table = PrefetchTable.thaw(world.table.freeze(world.now_ms), world.now_ms)
+        (lookup,) = of(Lookup, world.look_up(number))
+    assert lookup.block_keys == (key(16), key(17))
 
 
 def test_a_block_that_cannot_be_stored_is_given_up_for_everybody() -> None:

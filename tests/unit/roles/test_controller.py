@@ -584,6 +584,20 @@ def test_an_index_that_takes_fewer_keys_is_asked_for_fewer_from_then_on(talk: Ta
     assert talk.place().misses[0].blocks == (0, 4)
 
 
+@pytest.mark.requirement("LK-4")
+def test_an_index_that_takes_more_keys_again_is_asked_for_more_after_a_while(talk: Talk) -> None:
+    talk.report(A)
+    talk.replicas = {key: (replica(key),) for key in KEYS}
+    talk.most_keys = 1
+    for _ in range(4):
+        talk.place()
+    talk.most_keys = 1000
+    talk.effects.clear()
+    talk.place()
+    lookups = [e for e in talk.effects if isinstance(e, Call) and e.base_uri == IS]
+    assert [len(decode(LookupRequest, call.body).block_keys) for call in lookups] == [2, 2]  # type: ignore[arg-type]
+
+
 @pytest.mark.requirement("SK-6")
 def test_an_instance_without_a_part_in_the_scope_gets_no_session_of_it(talk: Talk) -> None:
     talk.controller.policy = Policy(
