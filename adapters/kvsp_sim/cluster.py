@@ -265,6 +265,7 @@ class SimulatedCluster:
             again=self._add_again if self.options.wire == "messages" else None,
             policy=deployment.make_policy,
             rules=deployment.rules,
+            front_ends=deployment.front_ends,
         )
 
     # What goes wrong all along

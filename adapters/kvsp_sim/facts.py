@@ -359,10 +359,12 @@ class MemberRestarted:
 
 @attrs.frozen(kw_only=True)
 class Disclosed:
-    """A client was given, or allowed to put, something of a scope."""
+    """A client was given, or allowed to put, something of a scope. `allowed`: by the policy that the role was
+    told."""
 
     client: str
     scope: str
+    allowed: bool = True
 
 
 @attrs.frozen(kw_only=True)

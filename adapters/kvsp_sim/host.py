@@ -448,6 +448,7 @@ class Host:
     def _send(self, effect: Send) -> None:
         leg = self.requests.get(effect.request_id)
         if leg is not None:
+            self.witness.sent(leg, effect.data)
             leg.send(effect.data, effect.end)
 
     # Calls of the role

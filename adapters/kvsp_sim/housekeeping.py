@@ -1,11 +1,11 @@
 """What is done to the processes of a simulated deployment while they serve: some are told to stop and come
-back, tiers delete what they have kept for as long as they may, limits change, an instance is put out of a
-scope and let in again, a scope is purged, and an instance is started while it runs.
+back, tiers delete what they have kept for as long as they may, limits change, an instance or a front end is
+put out of a scope and let in again, a scope is purged, and an instance is started while it runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -30,7 +30,7 @@ _PATIENCE_US: Final = 3_000_000
 """How long a process that was told to stop may take before it is killed."""
 _AWAY_US: Final = 500_000
 _OUT_US: Final = 2_000_000
-"""How long an instance may be out of a scope."""
+"""How long an instance or a front end may be out of a scope."""
 _RELOAD_US: Final = 50_000
 """Within what time all processes go by a new policy."""
 
@@ -64,6 +64,7 @@ class Housekeeping:
         again: Callable[[str], Host] | None,
         policy: Callable[[], Policy],
         rules: dict[str, ScopeRules],
+        front_ends: Sequence[str],
     ) -> None:
         self.rules = rules
         """What each scope allows now."""
@@ -76,6 +77,7 @@ class Housekeeping:
         self._again = again
         self._replaced: Host | None = None
         self._policy = policy
+        self._front_ends = front_ends
         own = [scope_id for scope_id, allowed in rules.items() if allowed.read and not allowed.shared]
         self._tenants = own[:2]  # a third one, where there is one, is that of others
         self._out: dict[str, ScopeRules] = {}
@@ -86,7 +88,7 @@ class Housekeeping:
             *(self._stop_one,) * 3,
             *(self._expire,) * 3,
             self._limit,
-            *(self._put_out,) * 2,
+            *(self._put_out,) * 4,
             *(self._purge,) * random.chance(0.5),
             *(self._replace,) * random.chance(0.5),
         )
@@ -212,13 +214,16 @@ class Housekeeping:
     # The policy
 
     def _put_out(self) -> None:
-        """Put an instance out of a scope for a while."""
+        """Put an instance or a front end out of a scope for a while."""
         scope_id = self._random.pick(self._tenants)
         if scope_id in self._out or scope_id == self._truths.purged:
             return
         rules = self._out[scope_id] = self.rules[scope_id]
-        out: Any = frozenset({self._random.pick(self._places.instances)})
-        self._cluster.counts["instances out of a scope"] += 1
+        who = self._random.pick(("instances", "front ends"))
+        one = self._random.pick(self._places.instances if who == "instances" else self._front_ends)
+        out: Any = frozenset({one})
+        self._cluster.counts[f"{who} out of a scope"] += 1
+        self._cluster.witness.put_out.add((one, scope_id))
         self.rules[scope_id] = attrs.evolve(
             rules,
             read=rules.read - out,
@@ -227,7 +232,8 @@ class Housekeeping:
             withdraw=rules.withdraw - out,
         )
         self._reload()
-        self._cluster.world.after(self._random.spread(1_000, _OUT_US), self._let_in, scope_id)
+        longest_us = _OUT_US if who == "instances" else _OUT_US // 10  # users have nothing meanwhile
+        self._cluster.world.after(self._random.spread(1_000, longest_us), self._let_in, scope_id)
 
     def _let_in(self, scope_id: str) -> None:
         rules = self._out.pop(scope_id, None)

@@ -470,6 +470,8 @@ class ScopesHold(Property):
             self.fail("a Scope Key was sent to the index")
 
     def _disclosed(self, fact: Disclosed) -> None:
+        if not fact.allowed:
+            self.fail(f"{fact.client} got something of a scope that it was put out of")
         if self._allowed is not None and fact.scope not in self._allowed.get(fact.client, frozenset()):
             self.fail(f"{fact.client} got something of a scope it has no part in")
 

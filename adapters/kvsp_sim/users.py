@@ -158,7 +158,8 @@ class Users:
     def _failed(self, effect: GenerationFailed) -> None:
         if opened := self._open.get(effect.generation):
             self._host.cluster.counts[f"requests failed: {effect.detail}"] += 1
-            if self._tenants[opened.wish.tenant].scope_id != self._host.witness.purged:
+            scope_id, witness = self._tenants[opened.wish.tenant].scope_id, self._host.witness
+            if scope_id != witness.purged and (self._host.base_uri, scope_id) not in witness.put_out:
                 self._check_failed(effect, self._engine_failures() - opened.engine_failures)
             self._over(effect.generation)
 

@@ -14,7 +14,9 @@ import msgspec
 
 from kvsp_core.heads import Response
 from kvsp_core.identity import component_id
+from kvsp_core.roles.authorization import Permission
 from kvsp_core.roles.engine import DropShard, EngineCommand, LoadShard
+from kvsp_core.roles.instance import Instance
 from kvsp_core.roles.role import BlockName, Call, Delete, Put, Respond, Write
 from kvsp_sim.facts import (
     BlockEvicted,
@@ -218,6 +220,8 @@ class Witness:
         self.block_bytes = block_bytes
         self.purged: str | None = None
         """A scope whose sessions end without a word."""
+        self.put_out: set[tuple[str, str]] = set()
+        """Who has been out of which scope, for a while or still."""
         self.strangers: frozenset[str] = frozenset()
         """Who has no part in any scope."""
         self.overheard = Overheard()
@@ -301,6 +305,13 @@ class Witness:
         handler = self._answers.get((request.method, kind))
         if handler is not None:
             handler(leg, effect, body)
+
+    def sent(self, leg: CarriedRequest, data: bytes) -> None:
+        """A role sends a piece of a streamed answer."""
+        scope, role = self._scopes.get(leg.request.path.split("/")[2]), leg.server.role
+        if data and scope is not None and isinstance(role, Instance):
+            allowed = role.policy.may(leg.client, Permission.READ, scope)
+            self.observe(Disclosed(client=leg.client, scope=scope, allowed=allowed))
 
     def unheard(self, request: CarriedRequest, effect: Respond, body: bytes) -> None:
         """Nothing of an answer has left: nobody holds the lease that it grants."""
@@ -540,8 +551,10 @@ class Witness:
                 for one in _read_sessions(body).sessions:
                     self.observe(SessionTold(session=one.session, offset=one.output_offset))
             return
-        if effect.response.status == 404 and leg.client not in self.strangers:
-            self.observe(SessionUnknown(session=parts[2]))
+        if effect.response.status == 404:
+            out = (leg.client, self._scopes.get(parts[2], "")) in self.put_out
+            if leg.client not in self.strangers and not out:
+                self.observe(SessionUnknown(session=parts[2]))
         elif effect.response.is_success:
             self._disclosed_of(leg.client, parts[2])
             told = _read_session(body)

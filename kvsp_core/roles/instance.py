@@ -208,8 +208,8 @@ class Instance:
         known = self._sessions.get(session)
         return None if known is None else known.cause
 
-    def _allow(self, client: str, operation: Operation) -> Problem | None:
-        return authorize(self.policy, client, operation)
+    def _allow(self, client: str, operation: Operation, scope_id: str | None = None) -> Problem | None:
+        return authorize(self.policy, client, operation, scope_id=scope_id)
 
     @property
     def policy(self) -> Policy:
@@ -234,8 +234,12 @@ class Instance:
         return self._done(now_ms)
 
     def purge(self, now_ms: int) -> tuple[Effect, ...]:
-        """Give up sessions of the scopes that the policy says are purged; delete what is held of them."""
+        """Give up sessions of the scopes that the policy says are purged; delete what is held of them.
+
+        End the streams of clients that may not have them any more.
+        """
         self._sessions.give_up(self.policy.purged, now_ms)
+        self._sessions.put_out(self._allow, now_ms)
         self._work.emit(*self._blocks.purge(now_ms))
         return self._done(now_ms)
 
@@ -400,7 +404,7 @@ class Instance:
     def _serve(self, asked: Asked, now_ms: int) -> None:
         request_id, body = asked.request_id, asked.body
         for scope_id in (getattr(body, "scope_id", None), self._scope_of(asked.operation)):
-            problem = authorize(self.policy, asked.client, asked.operation, scope_id=scope_id)
+            problem = self._allow(asked.client, asked.operation, scope_id)
             if problem is not None:
                 self._work.emit(refuse(request_id, problem))
                 return

@@ -34,7 +34,7 @@ from kvsp_core.problems import (
     Problem,
 )
 from kvsp_core.records import SessionCheckpoint
-from kvsp_core.resources import RecordCheckpoint
+from kvsp_core.resources import Operation, RecordCheckpoint, StreamOutput
 from kvsp_core.roles import engine, instance_imports
 from kvsp_core.roles.engine_watch import EngineWatch
 from kvsp_core.roles.instance_copies import Copies
@@ -178,7 +178,7 @@ class Sessions:
             event = resume.BeginReceived(epoch=body.epoch, refusal=refusal)
             if not self._advance(session, event, now_ms, request_id=request_id):
                 return
-        self._attach(session, request_id, body, now_ms)
+        self._attach(session, request_id, client, body, now_ms)
 
     def _refusal(self, compat_id: str, scope_id: str, session: ServedSession, now_ms: int) -> Problem | None:
         """Return why a session cannot begin here; where it can, the lifecycle counts it from now on."""
@@ -204,7 +204,9 @@ class Sessions:
                 return True
         return False
 
-    def _attach(self, session: ServedSession, request_id: int, body: OutputRequest, now_ms: int) -> None:
+    def _attach(
+        self, session: ServedSession, request_id: int, client: str, body: OutputRequest, now_ms: int
+    ) -> None:
         state = session.state
         if isinstance(state, resume.Absent) or body.epoch != state.epoch:
             problem = Problem(
@@ -215,8 +217,9 @@ class Sessions:
         if isinstance(state, resume.Ended) and session.gate is None:
             self._work.emit(refuse(request_id, Problem(NOT_FOUND, "the session is not served here any more")))
             return
+        self._streams.enter(session, request_id, client)
         if isinstance(state, resume.Loading | resume.NeedsPrompt):
-            self._streams.wait(session, request_id, body.from_index)
+            session.waiting.append((request_id, body.from_index))
             if body.prompt is not None:
                 self._prompt_came(session, request_id, body.prompt, now_ms)
             elif isinstance(state, resume.NeedsPrompt):
@@ -521,6 +524,23 @@ class Sessions:
         for session in tuple(self._sessions.values()):
             if session.scope_id in scopes:
                 self._give_up(session, now_ms)
+
+    def put_out(self, allow: Callable[[str, Operation, str | None], Problem | None], now_ms: int) -> None:
+        """End the streams of clients that `allow` refuses the output now, and refuse what of theirs waits.
+
+        The session goes on, as where a client hangs up.
+        """
+        for request_id, name, client in self._streams.asked():
+            session = self._sessions.get(name)
+            problem = None if session is None else allow(client, StreamOutput(name), session.scope)
+            if session is None or problem is None:
+                continue
+            if session.stream == request_id:
+                self._streams.cut(session)
+                self._through_gate(session, output.Detached(), now_ms)
+            for waiting in [each for each in session.waiting if each[0] == request_id]:
+                session.waiting.remove(waiting)
+                self._work.emit(refuse(request_id, problem))
 
     def _abort(self, session: ServedSession, now_ms: int) -> None:
         """Stop everything that is done for a session in its present epoch."""

@@ -3,6 +3,8 @@ that wait until it is known whether the prompt is needed (decision W31)."""
 
 from __future__ import annotations
 
+from typing import Final
+
 from kvsp_core.answers import lines_response
 from kvsp_core.bodies import encode
 from kvsp_core.ext_messages import OutputEnd, OutputToken
@@ -14,28 +16,32 @@ from kvsp_core.roles.work import Work
 
 __all__ = ["Streams"]
 
+_NOT_ASKED: Final = ("", "")
+
 
 class Streams:
     """The streams of all sessions of an instance, and the requests that wait for one."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
-        self._session_of: dict[int, str] = {}
+        self._asked: dict[int, tuple[str, str]] = {}  # request -> session, client
 
     def session_of(self, request_id: int) -> str:
         """Return the session that a request is for; an empty string where it is for none."""
-        return self._session_of.get(request_id, "")
+        return self._asked.get(request_id, _NOT_ASKED)[0]
 
-    def wait(self, session: ServedSession, request_id: int, from_index: int) -> None:
-        """Have a request wait until the session can begin."""
-        session.waiting.append((request_id, from_index))
-        self._session_of[request_id] = session.name
+    def asked(self) -> tuple[tuple[int, str, str], ...]:
+        """Return the requests that stream or wait: number, session and client of each."""
+        return tuple((request_id, *of) for request_id, of in self._asked.items())
+
+    def enter(self, session: ServedSession, request_id: int, client: str) -> None:
+        """Take in a request of a client for the output of a session."""
+        self._asked[request_id] = session.name, client
 
     def begin(self, session: ServedSession, request_id: int) -> None:
         """Stream the output of a session to a request from now on, and to no other."""
         self.cut(session)
         session.stream = request_id
-        self._session_of[request_id] = session.name
         self._work.emit(Respond(request_id, lines_response(), streaming=True))
 
     def send(self, session: ServedSession, epoch: int, first_index: int, tokens: tuple[int, ...]) -> None:
@@ -59,7 +65,7 @@ class Streams:
     def _end(self, session: ServedSession, data: bytes) -> None:
         if session.stream is not None:
             self._work.emit(Send(session.stream, data, end=True))
-            self._session_of.pop(session.stream, None)
+            self._asked.pop(session.stream, None)
             session.stream = None
 
     def refuse_waiting(self, session: ServedSession, problem: Problem) -> None:
@@ -70,4 +76,4 @@ class Streams:
 
     def gone(self, request_id: int) -> str:
         """Take note that a request is gone, answered or not; return the session that it was for."""
-        return self._session_of.pop(request_id, "")
+        return self._asked.pop(request_id, _NOT_ASKED)[0]

@@ -373,6 +373,7 @@ def test_scopes() -> None:
     scopes.observe(Disclosed(client="c", scope="x"))
     breaks(scopes, Disclosed(client="c", scope="y"))
     breaks(scopes, Disclosed(client="d", scope="x"))
+    breaks(scopes, Disclosed(client="c", scope="x", allowed=False), saying="put out of")
     scopes.check_octets(b"{}")
     for octets in (b"\x01" * 32, b'{"k": "' + b"01" * 32 + b'"}'):
         with pytest.raises(Violation, match="Scope Key"):

@@ -33,6 +33,7 @@ def test_each_act_of_housekeeping_happens(monkeypatch: pytest.MonkeyPatch) -> No
         "stopped in order",
         "blocks that are too old",
         "instances out of a scope",
+        "front ends out of a scope",
         "scopes purged",
         "instances replaced",
     ):

@@ -9,19 +9,20 @@ import pytest
 
 from kvsp_core.bodies import decode
 from kvsp_core.errors import LocalProtocolError
-from kvsp_core.messages import LeaseGranted, LeaseRenewal
-from kvsp_core.resources import GetBlock, PlaceRequest, RenewLease
+from kvsp_core.ext_messages import OutputRequest
+from kvsp_core.messages import LeaseGranted, LeaseRenewal, ResumeRequest
+from kvsp_core.resources import GetBlock, PlaceRequest, RenewLease, ResumeSession, StreamOutput
 from kvsp_core.roles import engine
 from kvsp_core.roles.authorization import Policy, ScopeRules
 from kvsp_core.roles.holdings import TierLimits
-from kvsp_core.roles.role import BlockName, CallFailed, Drop, Send
+from kvsp_core.roles.role import BlockName, CallFailed, Drop, Respond, Send
 from kvsp_core.roles.work import Numbers
 from tests.unit.roles import holder_kit as kit
 from tests.unit.roles import instance_world as instances
 from tests.unit.roles import test_controller as controllers
 from tests.unit.roles import test_controller_maps as maps
 from tests.unit.roles.holder_kit import ALICE, BOB, COMPAT, OTHER_SCOPE, SCOPE, Loop, container, problem_of
-from tests.unit.roles.test_instance import PROMPT
+from tests.unit.roles.test_instance import KEYS, PROMPT, checkpoint
 
 K = [hashlib.sha256(bytes([i])).hexdigest() for i in range(4)]
 NAMES = [BlockName(COMPAT, SCOPE, key) for key in K]
@@ -246,6 +247,54 @@ def test_an_instance_gives_up_the_sessions_of_a_purged_scope() -> None:
     assert world.beside.kept == {}
     world.do(CallFailed(999, "timed out"))
     world.take(world.role.purge(world.now_ms))
+
+
+def revoke(world: instances.World, client: str) -> None:
+    """Put a client out of the scope."""
+    policy, scope_id = instances.POLICY, instances.SCOPE.scope_id
+    rules = policy.scope(scope_id)
+    out = attrs.evolve(rules, read=rules.read - {client})
+    world.role.policy = Policy(policy._roles, {**policy._scopes, scope_id: out})
+    world.take(world.role.purge(world.now_ms))
+
+
+@pytest.mark.requirement("SE-1")
+def test_a_stream_ends_when_its_client_is_put_out_of_the_scope_and_the_session_goes_on() -> None:
+    world = instances.World()
+    stream = world.begin(PROMPT)
+    world.run_jobs()
+    world.acknowledge_checkpoints()
+    world.do(engine.TokensDecoded(world.sequence(), 0, (1, 2)))
+    revoke(world, instances.PC)  # of another client
+    world.do(engine.TokensDecoded(world.sequence(), 2, (3,)))
+    assert world.output(stream) == [1, 2, 3]
+    revoke(world, instances.FE)
+    assert world.seen[-1] == Send(stream, b"", end=True)
+    again, _ = world.ask(instances.FE, StreamOutput(instances.SESSION), OutputRequest(from_index=0, epoch=1))
+    assert world.status_of(again) == 404
+    world.do(engine.TokensDecoded(world.sequence(), 3, (4,)))
+    assert world.output(stream) == [1, 2, 3]
+    assert engine.Abort(world.sequence()) not in world.seen
+    world.role.policy = instances.POLICY
+    again, _ = world.ask(instances.FE, StreamOutput(instances.SESSION), OutputRequest(from_index=3, epoch=1))
+    assert world.output(again) == [4]
+
+
+@pytest.mark.requirement("SE-1")
+def test_a_request_for_output_that_waits_is_refused_when_its_client_is_put_out_of_the_scope() -> None:
+    world = instances.World()
+    resumed = ResumeRequest(epoch=2, checkpoint=checkpoint((1,)))
+    world.ask(instances.PC, ResumeSession(instances.SESSION), resumed)
+    wanted = OutputRequest(from_index=0, epoch=2)
+    request, _ = world.ask(instances.FE, StreamOutput(instances.SESSION), wanted)
+    assert world.status_of(request) is None
+    revoke(world, instances.FE)
+    assert world.status_of(request) == 404
+    world.load(*KEYS)
+    world.run_jobs()
+    world.acknowledge_checkpoints()
+    assert world.of(engine.StartSequence)
+    assert len([each for each in world.of(Respond) if each.request_id == request]) == 1
 
 
 # A policy
