@@ -228,8 +228,8 @@ class Controller:
     def purge(self, now_ms: int) -> tuple[Effect, ...]:
         """End the sessions and shard maps of the scopes that the policy says are purged, and delete them.
 
-        Move the sessions of instances that it puts out of their scope, and forget the failed instances that
-        it does not name any more.
+        Move the sessions and ranges of instances that it puts out of their scope, and forget the failed
+        instances that it does not name any more.
         """
         self._obey_policy(now_ms)
         self._instances.forget_retired(now_ms)
@@ -246,7 +246,7 @@ class Controller:
         purged = self._sessions.purge(self.policy.purged, now_ms)
         for ledger, effects in (*purged, *self._sessions.displace(self._may_serve, now_ms)):
             self._follow(ledger.record.session, effects)
-        self._maps.end_of_scopes(self.policy.purged, now_ms)
+        self._maps.obey_policy(self.policy.purged, now_ms)
 
     def next_deadline_ms(self) -> int | None:
         """Return when the controller next wants `TimerFired`, or None. It may be early."""

@@ -1,9 +1,9 @@
 """The shard maps of a controller: one coordinator for each, its calls, and what it has made durable.
 
 A context that is split over several instances is split anew when the program that embeds the controller says
-so (`begin`), and by itself when a member is lost: its ranges go to the instance that may take work and holds
-the fewest tokens of the context, which computes them (RS-6). The protocol of it is
-`kvsp_core.machines.reshard`; decisions W21 and W32.
+so (`begin`), and by itself when a member is lost, or has no part in the scope any more: its ranges go to the
+instance that may take work and holds the fewest tokens of the context, which computes them (RS-6). The
+protocol of it is `kvsp_core.machines.reshard`; decisions W21 and W32.
 """
 
 from __future__ import annotations
@@ -148,15 +148,17 @@ class ShardMaps:
         return group is None or isinstance(group.state, m.Stable)
 
     def unfit(self, map_id: str, instances: Iterable[str], context: MapContext) -> str | None:
-        """Return the first of these instances that may not get ranges of a map: it has not acknowledged an
-        earlier change, or has no ranges and is not active (LC-2), or has no part in the context's scope or
-        model."""
+        """Return the first of these instances that may not have ranges of a map: it has not acknowledged an
+        earlier change, or has no part in the context's scope, or has no ranges and is not active (LC-2), or
+        does not compute the model."""
         group = self._groups.get(map_id)
         held = {shard.instance for shard in group.state.map.shards} if group else frozenset[str]()
         owed = _owed(group)
-        return next(
-            (i for i in instances if i in owed or (i not in held and not self._may_take(i, context))), None
-        )
+        for each in instances:
+            stays = each in held and self._may_serve(each, context.scope_id)
+            if each in owed or not (stays or self._may_take(each, context)):
+                return each
+        return None
 
     def info(self, map_id: str) -> ShardMapInfo:
         """Return what an operator may see of a known map."""
@@ -224,16 +226,15 @@ class ShardMaps:
 
     # What happens
 
-    def end_of_scopes(self, scopes: Collection[str], now_ms: int) -> None:
-        """End the maps of these scopes, and keep trying: what is being changed ends a while after that."""
-        self._ending = scopes
+    def obey_policy(self, purged: Collection[str], now_ms: int) -> None:
+        """Go by a new policy: end the maps of `purged` scopes, and have members that have no part in the
+        scope of their map any more count as lost. What is being changed follows a while after that."""
+        self._ending = purged
         for map_id, group in tuple(self._groups.items()):
-            if group.context.scope_id not in scopes or not self.is_stable(map_id):
-                continue
             if map_id in self._over:
                 self._rest(map_id, group)
-            else:
-                self.begin(map_id, (), group.context, now_ms)
+            elif isinstance(group.state, m.Stable):
+                self._change(map_id, group, now_ms)
 
     def lose(self, instance: str, now_ms: int) -> None:
         """An incarnation of an instance is gone, and with it what it held."""
@@ -348,16 +349,26 @@ class ShardMaps:
 
     def _change(self, map_id: str, group: _Group, now_ms: int) -> None:
         """Begin the change that a stable map is in want of, if any, unless the last one was a moment ago."""
-        if map_id not in self._unrepaired and group.context.scope_id not in self._ending:
+        ends = group.context.scope_id in self._ending
+        if not ends and (displaced := self._displaced(group)) is not None:
+            self._apply(map_id, m.MemberLost(displaced), now_ms)  # which leads here again
+            return
+        if not ends and map_id not in self._unrepaired:
             group.rests_until_ms = None
             return
         rests_until_ms, due_ms = group.rests_until_ms, m.next_deadline_ms(group.state)
         if rests_until_ms is not None and now_ms < rests_until_ms:
             self._alarms.set(map_id, rests_until_ms if due_ms is None else min(due_ms, rests_until_ms))
-        elif group.context.scope_id in self._ending:
+        elif ends:
             self.begin(map_id, (), group.context, now_ms)
         else:
             self._reassign(map_id, group, now_ms)
+
+    def _displaced(self, group: _Group) -> str | None:
+        """Return a member that has ranges, and no part in their scope any more."""
+        have = (shard.instance for shard in group.state.map.shards if shard.instance not in group.state.lost)
+        scope_id = group.context.scope_id
+        return next((each for each in have if not self._may_serve(each, scope_id)), None)
 
     def _do(self, map_id: str, group: _Group, effect: m.Effect) -> None:
         match effect:

@@ -23,7 +23,19 @@ from kvsp_core.roles.controller_maps import CommitCall
 from kvsp_core.roles.controller_store import MapContext
 from kvsp_core.roles.role import AnswerReceived, Call, CallFailed, Persist, Respond
 from kvsp_core.validation import InvalidValue
-from tests.unit.roles.test_controller import COMPAT, FE, KEYS, OPERATOR, OTHER_SCOPE, SCOPE, A, B, C, Talk
+from tests.unit.roles.test_controller import (
+    COMPAT,
+    FE,
+    KEYS,
+    OPERATOR,
+    OTHER_SCOPE,
+    POLICY,
+    SCOPE,
+    A,
+    B,
+    C,
+    Talk,
+)
 
 CONTEXT = MapContext(compat_id=COMPAT, scope_id=SCOPE, block_keys=KEYS, block_tokens=16)
 
@@ -169,6 +181,97 @@ def test_an_instance_without_a_part_in_the_scope_gets_no_ranges(split: Group) ->
     assert C not in split.told()
     split.answer_all()
     assert C not in split.owners()
+
+
+def put_out(group: Group, *instances: str) -> None:
+    """Have the policy put these, and no others, out of the scope."""
+    rules = POLICY.scope(SCOPE)
+    readers = attrs.evolve(rules, read=rules.read - set(instances))
+    group.controller.policy = Policy(POLICY._roles, {**POLICY._scopes, SCOPE: readers})
+    group.take(group.controller.purge(group.now_ms))
+
+
+def left_behind(group: Group, instance: str) -> None:
+    """Have a member answer as one does that the map went on without."""
+    for call in [each for each in group.calls.values() if each.base_uri == instance]:
+        del group.calls[call.call_id]
+        group.give(AnswerReceived(call.call_id, *problem_response(Problem(PLAN_CONFLICT))))
+
+
+@pytest.mark.requirement("RS-6", "SE-1")
+def test_the_ranges_of_a_member_that_is_put_out_of_the_scope_go_to_another(split: Group) -> None:
+    put_out(split, B)
+    told = split.told()
+    assert B not in told
+    assert isinstance(told[C], ReshardPlan)
+    assert (told[C].assign, told[C].fetch) == (((16, 32),), ()), "it would get nothing from who is out"
+    split.answer_all()
+    assert split.told()[B] == ReshardCommit(map="m1", commit=2), "which has it let go of what it has"
+    left_behind(split, B)
+    split.answer_all()
+    assert (split.owners(), split.told()) == ([A, C], {})
+    put_out(split)
+    split.split(A, B)
+
+
+@pytest.mark.requirement("RS-6", "SE-1")
+@pytest.mark.parametrize("how", ["planned", "committed", "restarted"])
+def test_a_member_that_is_put_out_of_the_scope_gets_no_ranges_by_a_change_under_way(
+    split: Group, how: str
+) -> None:
+    split.split(A, B, C)
+    if how == "committed":
+        split.answer_all()
+    policy = Policy(POLICY._roles, {**POLICY._scopes, SCOPE: ScopeRules(read=[A, B])})
+    if how == "restarted":
+        split.restart(policy)
+        for instance in (A, B, C):
+            split.report(instance, ttl_ms=60_000)
+    else:
+        put_out(split, C)
+    for _ in range(4):
+        left_behind(split, C)
+        split.answer_all()
+        split.pass_time(500)
+    assert split.told() == {}
+    assert C not in split.owners()
+    assert len(split.owners()) == (3 if how == "committed" else 2)
+
+
+@pytest.mark.requirement("RS-6", "SE-1")
+def test_ranges_of_a_member_that_is_out_of_the_scope_wait_for_one_that_can_take_them(split: Group) -> None:
+    put_out(split, A, B, C)
+    assert (split.told(), split.owners()) == ({}, [A, B])
+    put_out(split, A)
+    assert {name: plan.assign for name, plan in split.told().items() if isinstance(plan, ReshardPlan)} == {
+        B: ((0, 16),),
+        C: ((16, 32),),
+    }
+
+
+@pytest.mark.requirement("RS-6", "SE-1")
+def test_a_member_that_is_out_of_the_scope_does_not_stay_because_it_still_has_its_ranges(
+    split: Group,
+) -> None:
+    put_out(split, B)
+    split.reply(split.call_to(C, "reshard"), status=409)
+    assert split.told()[B] == ReshardCommit(map="m1", commit=1), "it is asked, and has them"
+    split.answer_all()
+    split.pass_time(500)
+    assert B not in split.told()
+    split.answer_all()
+    left_behind(split, B)
+    split.answer_all()
+    assert B not in split.owners()
+
+
+@pytest.mark.requirement("RS-6", "SE-1")
+def test_a_context_is_not_split_over_a_member_that_is_out_of_the_scope(split: Group) -> None:
+    for instance in (A, C):
+        split.report(instance, state="draining", ttl_ms=60_000)
+    put_out(split, B)
+    with pytest.raises(LocalProtocolError, match="no part in the scope"):
+        split.split(A, B)
 
 
 def test_there_are_only_so_many_maps(group: Group) -> None:

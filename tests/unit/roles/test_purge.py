@@ -215,15 +215,20 @@ def test_a_session_moves_when_its_instance_is_put_out_of_its_scope(restarts: boo
     assert (info.instance, info.epoch) == (controllers.B, 2)
 
 
+@pytest.mark.parametrize("restarts", [False, True])
 @pytest.mark.parametrize("under_way", [False, True])
-def test_shard_maps_of_a_purged_scope_end(under_way: bool) -> None:
+def test_shard_maps_of_a_purged_scope_end(under_way: bool, restarts: bool) -> None:
     group = maps.Group()
     group.split(controllers.A, controllers.B)
     if not under_way:
         group.answer_all()
         group.answer_all()
-    group.controller.policy = without(controllers.POLICY, controllers.SCOPE)
-    group.take(group.controller.purge(group.now_ms))
+    policy = without(controllers.POLICY, controllers.SCOPE)
+    if restarts:
+        group.restart(policy)
+    else:
+        group.controller.policy = policy
+        group.take(group.controller.purge(group.now_ms))
     for _ in range(4):
         group.answer_all()
         group.pass_time(1000)
