@@ -89,7 +89,7 @@ class Housekeeping:
             *(self._expire,) * 3,
             self._limit,
             *(self._put_out,) * 4,
-            *(self._purge,) * random.chance(0.5),
+            *(self._purge,) * (2 * random.chance(0.5)),
             *(self._replace,) * random.chance(0.5),
         )
         self._later()
