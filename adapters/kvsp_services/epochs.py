@@ -12,6 +12,7 @@ from typing import Final
 import structlog
 
 from kvsp_client.files import replacing
+from kvsp_services.logs import said_of
 
 __all__ = ["next_epoch"]
 
@@ -31,7 +32,7 @@ def next_epoch(path: Path, now_ms: int) -> int:
         with replacing(path, f"{epoch}\n".encode()):
             pass
     except OSError as error:
-        structlog.get_logger().warning("the epoch could not be kept", error=error.strerror or str(error))
+        structlog.get_logger().warning("the epoch could not be kept", file=str(path), error=said_of(error))
     return epoch
 
 

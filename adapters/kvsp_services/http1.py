@@ -23,6 +23,7 @@ from anyio.abc import SocketAttribute, SocketListener, SocketStream, TaskGroup
 from starlette.types import ASGIApp, Message, Scope
 
 from kvsp_core.errors import LocalProtocolError
+from kvsp_services.logs import said_of
 from kvsp_services.openai_requests import Refusal
 
 __all__ = ["connections_allowed", "serve"]
@@ -143,7 +144,7 @@ class _Server:
                 with anyio.CancelScope(shield=True), suppress(*_GONE):
                     await stream.aclose()
         except Exception as error:
-            structlog.get_logger().error("HTTP connection failed", error=type(error).__name__)
+            structlog.get_logger().error("HTTP connection failed", error=said_of(error))
         finally:
             self._idle.pop(connection, None)
 

@@ -13,13 +13,18 @@ import logging
 import os
 import re
 import sys
+import traceback
+from collections import deque
 from collections.abc import Callable, MutableMapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Final, Literal, TextIO, TypeAlias, cast
 
 import structlog
 
-__all__ = ["REQUEST_ID", "Hider", "LogFormat", "LogLevel", "configure_logs", "set_level"]
+from kvsp_core.errors import KVSPError
+
+__all__ = ["REQUEST_ID", "Hider", "LogFormat", "LogLevel", "configure_logs", "said_of", "set_level"]
 
 LogFormat: TypeAlias = Literal["json", "text"]
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
@@ -34,6 +39,20 @@ _SECRET: Final = re.compile(
 )
 _MAX_TEXT: Final = 1000
 _MARK_DIGITS: Final = 8
+
+
+def said_of(error: BaseException) -> str:
+    """Return what may be said of an error: what the system or this project says of it. Of any other, whose
+    text may hold a token or an id, its kind and where it was raised.
+    """
+    if isinstance(error, KVSPError) and str(error):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    said = type(error).__name__
+    for frame, line in deque(traceback.walk_tb(error.__traceback__), maxlen=1):
+        said += f" in {Path(frame.f_code.co_filename).name}, line {line}"
+    return said
 
 
 class Hider:

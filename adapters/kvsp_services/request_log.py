@@ -18,7 +18,7 @@ import structlog
 from kvsp_core.heads import Request
 from kvsp_core.problems import Problem
 from kvsp_core.resources import Refusal, RoleName, Router
-from kvsp_services.logs import REQUEST_ID
+from kvsp_services.logs import REQUEST_ID, said_of
 
 __all__ = ["OVERLOADED", "RequestLog", "new_traceparent", "request_id_of"]
 
@@ -97,9 +97,8 @@ class RequestLog:
         left_out = self._quiet.left_out((tier, type(error).__name__), now_ms)
         if left_out is None:
             return
-        said = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
         more = {"left_out": left_out} if left_out else {}
-        self._log.warning("tier failed", tier=tier, failure=said, **more)
+        self._log.warning("tier failed", tier=tier, failure=said_of(error), **more)
 
     def _say(
         self,

@@ -35,7 +35,7 @@ from kvsp_services.driver import Driver
 from kvsp_services.engine_port import ThreadedEngine, numpy_engine
 from kvsp_services.epochs import next_epoch
 from kvsp_services.generations import Generations
-from kvsp_services.logs import REQUEST_ID
+from kvsp_services.logs import REQUEST_ID, said_of
 from kvsp_services.openai_api import make_app
 from kvsp_services.pki import check_certificate
 from kvsp_services.request_log import RequestLog, request_id_of
@@ -273,7 +273,7 @@ class RunningRole:
         """Take note that the role cannot go on, and build it anew, unless that happened too often."""
         belongs_to = self.served.driver.failed_for if self.served is not None else None
         more = {} if belongs_to is None else {REQUEST_ID: request_id_of(belongs_to)}
-        self._log.error("role failed", error=str(error), kind=type(error).__name__, **more)
+        self._log.error("role failed", error=said_of(error), **more)
         self._process.metrics.count("role_rebuilds", role=self.name)
         self.trouble = "being rebuilt"
         if self.generations is not None:
@@ -286,7 +286,7 @@ class RunningRole:
         while self._rebuilt[0] < now - REBUILD_WINDOW_S:
             self._rebuilt.popleft()
         if len(self._rebuilt) > MAX_REBUILDS:
-            self._process.give_up(f"[{self.name}] failed {MAX_REBUILDS} times in a minute: {error}")
+            self._process.give_up(f"[{self.name}] failed {MAX_REBUILDS} times in a minute: {said_of(error)}")
             return
         committer = self._committer
 
@@ -303,7 +303,7 @@ class RunningRole:
         try:
             self.build()
         except Exception as error:
-            self._process.give_up(f"[{self.name}] cannot be rebuilt: {error}")
+            self._process.give_up(f"[{self.name}] cannot be rebuilt: {said_of(error)}")
         else:
             self._log.info("role rebuilt")
 

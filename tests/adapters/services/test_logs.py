@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
@@ -14,7 +15,8 @@ from pathlib import Path
 import pytest
 import structlog
 
-from kvsp_services.logs import Hider, configure_logs
+from kvsp_core.errors import RemoteProtocolError
+from kvsp_services.logs import Hider, configure_logs, said_of
 
 SESSION = "6f1d0a9e-2c55-4d7e-9a0e-5b7f2f9f6a11"
 BLOCK_KEY = "9ca9d8b60f37f84726a27deb4cdc0d075714607a131632c2366e30b99fb1163b"
@@ -30,6 +32,16 @@ def restored() -> Iterator[None]:
 
 def logged(output: io.StringIO) -> list[dict[str, object]]:
     return [json.loads(line) for line in output.getvalue().splitlines()]
+
+
+@pytest.mark.requirement("SE-5")
+def test_of_an_error_nobody_meant_its_kind_and_place_are_said_and_not_its_text() -> None:
+    assert said_of(OSError(errno.EROFS, "Read-only file system", "/blocks/secret")) == "Read-only file system"
+    assert said_of(RemoteProtocolError("the answer has no body")) == "the answer has no body"
+    with pytest.raises(KeyError) as raised:
+        {}["tokens 4 8 15"]
+    assert re.fullmatch(r"KeyError in test_logs\.py, line \d+", said_of(raised.value))
+    assert said_of(KeyError("tokens 4 8 15")) == "KeyError"
 
 
 def test_a_log_that_cannot_be_written_ends_nothing(capfd: pytest.CaptureFixture[str]) -> None:
