@@ -128,10 +128,11 @@ def test_a_fetch_to_a_disk_that_is_full_leaves_nothing_or_the_file_that_was_ther
 ) -> None:
     assert shell.put(0)[0] == 0
     fetched, before = cluster.directory / "fetched", resource.getrlimit(resource.RLIMIT_FSIZE)
+    less = (cluster.directory / "block-0").stat().st_size - 1
     for there in (None, b"old"):
         if there is not None:
             fetched.write_bytes(there)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (less, before[1]))
         try:
             status, _, complained = shell.get(0)
         finally:

@@ -80,7 +80,7 @@ def test_slow_clients_take_no_thread_each_and_keep_nobody_out(process: Process) 
             client = socket.create_connection(("127.0.0.1", process.server.port), timeout=60)
             opened.enter_context(client).sendall(b"GET /ready HTTP/1.1\r\n")
         assert process.get("/ready").text == "ok\n"
-        assert threading.active_count() == threads
+        assert threading.active_count() <= threads  # one of another test may have ended
 
 
 def test_it_stops_though_a_client_has_not_said_all(process: Process) -> None:
