@@ -86,12 +86,16 @@ class LeaseReleased:
 
 @attrs.frozen(kw_only=True)
 class BlockEvicted:
-    """A holder gave up its last copy of a block. `fault`: the copy was bad, or its tier broken."""
+    """A holder gave up its last copy of a block. `fault`: the copy was bad, or its tier broken.
+
+    `unheard`: a publication of it has no answer yet, which a withdrawal must not overtake.
+    """
 
     holder: str
     block: Hashable
     now_ms: int
     fault: bool = False
+    unheard: bool = False
 
 
 @attrs.frozen(kw_only=True)

@@ -160,7 +160,7 @@ class LeasesHold(Property):
                     f"{fact.holder} evicted a block at {fact.now_ms} ms that {lease.client} leased until "
                     f"{lease.until_ms} ms"
                 )
-            elif block in self._published and block not in self._withdrawn:
+            elif block in self._published and block not in self._withdrawn and not fact.unheard:
                 self.fail(f"{fact.holder} dropped a leased block for a fault before withdrawing its record")
         # What a fault took is out of its leases: a copy stored later under the same key is another block.
         for name in self._covering.pop(block, ()):

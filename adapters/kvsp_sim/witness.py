@@ -372,8 +372,13 @@ class Witness:
             return  # as far as the role can know
         fault = (host.base_uri, name.block_key) in self._faulty
         self._faulty.discard((host.base_uri, name.block_key))
+        path = f"replicas/{component_id(host.base_uri)}/{name.block_key}"
+        calls = (each.call.request for each in host.calls.values())
+        unheard = any(request.method == "PUT" and request.path == path for request in calls)
         self.observe(
-            BlockEvicted(holder=host.base_uri, block=name.block_key, now_ms=host.now_ms, fault=fault)
+            BlockEvicted(
+                holder=host.base_uri, block=name.block_key, now_ms=host.now_ms, fault=fault, unheard=unheard
+            )
         )
 
     def commanded(self, host: Host, command: EngineCommand) -> None:

@@ -85,8 +85,8 @@ def granted(
     )
 
 
-def evicted(at: int, block: str = "b", *, fault: bool = False) -> Fact:
-    return BlockEvicted(holder="h", block=block, now_ms=at, fault=fault)
+def evicted(at: int, block: str = "b", *, fault: bool = False, unheard: bool = False) -> Fact:
+    return BlockEvicted(holder="h", block=block, now_ms=at, fault=fault, unheard=unheard)
 
 
 def test_a_block_may_go_once_its_lease_has_expired_or_is_released() -> None:
@@ -114,6 +114,8 @@ def test_a_fault_needs_the_withdrawal_first() -> None:
     published = RecordTaken(holder="h", block="b", until_ms=99)
     run(LeasesHold(), published, granted(), WithdrawalSent(holder="h", block="b"), evicted(5, fault=True))
     breaks(LeasesHold(), published, granted(), evicted(5, fault=True), saying="before withdrawing")
+    run(LeasesHold(), published, granted(), evicted(5, fault=True, unheard=True))  # it waits for the index
+    breaks(LeasesHold(), published, granted(), evicted(5, unheard=True), saying="leased until")
     run(LeasesHold(), granted(), evicted(5, fault=True))  # never published
     run(LeasesHold(), granted(), evicted(5, fault=True), evicted(6))  # a copy stored later is not leased
 
