@@ -131,7 +131,7 @@ class ScriptedHolder:
         self.knows_models = True
         """Whether it takes descriptors (below ``ext``)."""
         self.hold_leases = False
-        self.lease_ttl_ms = 900
+        self.lease_ttl_ms = 3000
         self._held: list[_Held] = []
         self._bodies: dict[tuple[int, int], Request] = {}
         self._changed = threading.Condition()

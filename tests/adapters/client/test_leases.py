@@ -24,7 +24,7 @@ def test_a_lease_renews_itself_and_is_given_back(kind: str, served: Served) -> N
     holder, keys = ScriptedHolder(served, 1), keys_of(served, f"lease {kind}", 2)
 
     async def scenario(client: Client) -> None:
-        async with client.lease(holder.uri, keys, ttl_ms=900) as lease:
+        async with client.lease(holder.uri, keys, ttl_ms=3000) as lease:
             assert lease.held
             await until(holder, RENEW, 2)
             assert lease.held
@@ -122,7 +122,7 @@ def test_a_refused_lease_is_an_error_and_a_lost_one_shows(kind: str, served: Ser
             async with client.lease(holder.uri, keys):
                 pass
         holder.grant = True
-        async with client.lease(holder.uri, keys, ttl_ms=900) as lease:
+        async with client.lease(holder.uri, keys, ttl_ms=3000) as lease:
             holder.grant = False
             await until(holder, KEEP, 3)  # a renewal was refused, and then a new lease
             while not client.stats().leases_lost:
